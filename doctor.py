@@ -1,14 +1,14 @@
-"""Check all hosts for problems that would make a job hang or fail, before you start it.
+"""Check all hosts for problems that would make a job hang or fail.
 
     python doctor.py
     python doctor.py --hostfile hostfile --config_file accelerate_configs/ddp_2x2gpu.yaml
     python doctor.py --data /data/cifar10 --output_dir /shared/run --s3 s3://bucket/prefix
     python doctor.py --config_file accelerate_configs/fsdp_2x4gpu.yaml train_vit.py --batch_size 512
 
-The doctor connects to all hosts in the same way as launch.py and checks them in parallel. Then it runs an
-all-reduce with one process per slot. The printed table contains a row for each check and a column for each
-host. Each finding includes a remedy and a code that docs/trouble.md explains. Pass a script and its flags to
-check the model, the strategy and the data as well.
+The doctor connects to all hosts in the same way as launch.py and checks them in parallel. After the host
+checks, the doctor runs an all-reduce with one process per slot. The printed table contains a row for each
+check and a column for each host. Each finding includes a remedy and a code that docs/trouble.md explains.
+Pass a train script and its flags to also check the script's model, strategy and data.
 
 The exit status is 1 if the job would fail and 0 otherwise, even if there are warnings.
 """
@@ -38,7 +38,7 @@ def main() -> int:
         config = read_yaml("--config_file", flags.config_file) if flags.config_file else {}
         clients += [HostClient(host) for host in hosts]
         checks = Checks(clients, flags, config)
-        with ThreadPoolExecutor(1) as background:  # loads the model while the hosts are checked
+        with ThreadPoolExecutor(1) as background:  # loads the model during the host checks
             model = background.submit(_inspect_model, flags.script).result if flags.script else None
             findings = checks.run(model)
         print_findings(hosts, checks, findings)
@@ -51,19 +51,19 @@ def main() -> int:
 
 
 def parse_flags(argv: list[str]) -> argparse.Namespace:
-    """Return the doctor's flags. The attribute `script` contains the script and its flags."""
+    """Return the doctor's flags, with the script and its flags in the attribute `script`."""
     parser = command_parser(__doc__, "%(prog)s [flags] [SCRIPT [SCRIPT_FLAGS ...]]")
     add_host_flags(parser, hostfile=ROOT / "hostfile")
     add = parser.add_argument
-    config_help = "Accelerate config of the job, for example a file in accelerate_configs/."
+    config_help = "Accelerate config file of the job, for example accelerate_configs/ddp_2gpu.yaml."
     add("--config_file", type=config_file, metavar="FILE", help=config_help)
-    data_help = "Folder, or s3://BUCKET/PREFIX with shards, that every host must be able to read."
+    data_help = "Training data that every host must be able to read: a folder, or an S3 prefix with shards."
     add("--data", metavar="PATH|URL", help=data_help)
-    add("--output_dir", default="runs", metavar="FOLDER", help="Folder of the run. Default: runs.")
+    add("--output_dir", default="runs", metavar="FOLDER", help="Run folder to check. Default: runs.")
     s3_help = "S3 prefix that the first host must be able to read and write."
     add("--s3", metavar="s3://BUCKET/PREFIX", help=s3_help)
-    add("--json", type=Path, metavar="FILE", help="JSON file for all findings and the facts about the hosts.")
-    script_help = "SCRIPT is a train script. With it, the model, the strategy and the data are checked."
+    add("--json", type=Path, metavar="FILE", help="JSON file for the findings and the facts about each host.")
+    script_help = "SCRIPT is a train script. Pass a script to also check its model, strategy and data."
     parser.add_argument_group("script", script_help)
     words, script = split_at_script(argv)
     flags = parser.parse_args(words)
@@ -72,11 +72,14 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
 
 
 def _inspect_model(script: list[str]) -> dict[str, Any]:
-    """Return facts about a script's model, data and batch, from a subprocess that imports torch."""
+    """Return facts about a script's model, data and batch.
+
+    A subprocess imports torch and collects the facts.
+    """
     file = ROOT / script[0]
-    # A script that does not declare a recipe must not be run.
+    # Never run a script that declares no recipe.
     if file.is_file() and "onecurve.flags.recipe" not in file.read_text(errors="replace"):
-        return {"unchecked": f"{script[0]} declares no recipe of onecurve.flags.recipe"}
+        return {"unchecked": f"{script[0]} declares no recipe from onecurve.flags.recipe"}
     words = [sys.executable, "-m", "onecurve.models.script", *script]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     try:
@@ -86,7 +89,7 @@ def _inspect_model(script: list[str]) -> dict[str, Any]:
 
 
 def print_findings(hosts: list[Host], checks: Checks, findings: list[Finding]) -> None:
-    """Print the table of checks, then all findings with their remedies, failures first."""
+    """Print the table of checks, then all findings with their remedies. Failures come before warnings."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Column, Table
@@ -100,8 +103,8 @@ def print_findings(hosts: list[Host], checks: Checks, findings: list[Finding]) -
         table.add_row(code, *(worst.get((code, name), mark) for name, mark in marks.items()))
     if console.measure(table, options=console.options.update(max_width=10_000)).maximum <= console.width:
         console.print(table)
-    else:  # rich would truncate the marks
-        console.print(f"{len(hosts)} hosts, checked: {', '.join(checks.checked)}", soft_wrap=True)
+    else:  # rich would truncate a table that is wider than the console
+        console.print(f"Checks on {len(hosts)} hosts: {', '.join(checks.checked)}", soft_wrap=True)
     for (is_warning, code), group in groupby(ordered, key=_severity):
         for finding in group:
             label = "warning" if is_warning else "FAILS"
@@ -111,7 +114,7 @@ def print_findings(hosts: list[Host], checks: Checks, findings: list[Finding]) -
         console.print(escape(note), soft_wrap=True)
     fails = sum(finding.fails for finding in findings)
     summary = f"The job would fail: {fails} of {len(findings)} findings are failures."
-    console.print(summary if fails else "Found nothing that would make the job fail.")
+    console.print(summary if fails else "The doctor found no problem that would make the job fail.")
 
 
 def _severity(finding: Finding) -> tuple[bool, str]:

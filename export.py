@@ -4,23 +4,25 @@
     python export.py runs/train_cnn_a/single_128_10_1_1 models/cnn_a --onnx
     python export.py s3://bucket/prefix models/vit --push OWNER/NAME
 
-MODEL is a run's folder or S3 prefix, or a checkpoint's folder. For a run, the best checkpoint is exported, or
-the latest with --which latest. The files are verified first, and nothing is unpickled. If the checkpoint
-contains averaged weights (EMA), these are exported. The command also accepts flags of the script that trained
-the model, for example --data, and changes the recipe accordingly. It writes these files to FOLDER:
+MODEL is a run folder, the S3 prefix of a run, or a checkpoint folder. For a run, the command exports the best
+checkpoint, or the latest checkpoint with --which latest. All files are verified before they are used, and
+nothing is unpickled. If a checkpoint contains averaged weights (EMA), the command exports the averaged
+weights. Train script flags, for example --data, are also accepted and override the recipe. The command writes
+these files to FOLDER:
 
 model.safetensors  the weights in fp32
 config.json        the architecture, the preprocessing and the class names
-model.py           code that builds and loads a model that timm does not contain, using only torch
-model.onnx         the same model for ONNX Runtime, with the contents of config.json (only with --onnx)
-README.md          a model card with the data, the recipe and the metrics, to which you add the licence
+model.py           code that builds and loads the model with torch alone (only for models not in timm)
+model.onnx         the model and the contents of config.json, for ONNX Runtime (only with --onnx)
+README.md          a model card with the data, the recipe and the metrics, but without a licence
 
-To load a timm model, use `timm.create_model("local-dir:FOLDER", pretrained=True)`, or `hf-hub:OWNER/NAME`
-to load it from the hub. transformers loads timm models with
-`pipeline("image-classification", model="FOLDER")`. Before FOLDER appears, the command loads the new files and
-compares the logits of the loaded and the original model on images of the data. The logits must be bitwise
-identical, or within 1e-4 for ONNX Runtime. --push uploads FOLDER and the run's curves with the hub's client.
-Log in with `hf auth login` or set HF_TOKEN first.
+To load a timm model, use `timm.create_model("local-dir:FOLDER", pretrained=True)`. To load a timm model from
+the hub, replace `local-dir:FOLDER` with `hf-hub:OWNER/NAME`. transformers loads timm models with
+`pipeline("image-classification", model="FOLDER")`. Before FOLDER is created, the command loads the new files
+and compares the logits of the loaded model with the logits of the original model on images from the data. The
+logits must be bitwise identical. With ONNX Runtime, logits may differ by up to 1e-4. --push uploads FOLDER
+and the run's curves with the hub's client. Before you use --push, log in with `hf auth login` or set
+HF_TOKEN.
 """
 
 import argparse
@@ -36,8 +38,8 @@ from pathlib import Path
 from onecurve.system.cli import command_parser, run_command
 from onecurve.system.files import own_files
 
-SAMPLE = 16  # images used to compare the exported model with the original
-ONNX_BOUND = 1e-4  # largest absolute difference of a logit
+SAMPLE = 16  # number of images on which the exported model is compared with the original
+ONNX_BOUND = 1e-4  # maximum absolute difference between the logits of the two models
 OPTIONAL = "pip install -r requirements-onnx.txt"
 
 
@@ -45,11 +47,13 @@ def main() -> int:
     flags, words = parse_flags(sys.argv[1:])
     folder = Path(os.path.expanduser(flags.folder)).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{flags.folder} already exists. Give a new folder, or remove it.")
+        raise ValueError(
+            f"{flags.folder} already exists. Choose a different folder, or remove the existing one."
+        )
     missing = [name for name in ("onnx", "onnxruntime", "onnxscript") if not find_spec(name)]
     if flags.onnx and missing:
-        raise ValueError(f"--onnx: {missing[0]} is not installed. Run: {OPTIONAL}")
-    from tools.inference import exported as tool  # imports torch
+        raise ValueError(f"--onnx needs {missing[0]}, which is not installed. Run: {OPTIONAL}")
+    from tools.inference import exported as tool  # this import loads torch
     from tools.logbook.card import model_card, run_folder
 
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +71,7 @@ def main() -> int:
             write_curves(run_folder(exported.trained.weights), part / "runs" / exported.script.__name__)
         (part / "README.md").write_text(model_card(folder.name, exported, config), encoding="utf-8")
         if folder.exists():
-            folder.rmdir()  # empty
+            folder.rmdir()
         shutil.move(part, folder)
     print("\n".join(f"{folder / name}" for name in sorted(os.listdir(folder))))
     if flags.push:
@@ -76,17 +80,23 @@ def main() -> int:
 
 
 def parse_flags(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the flags of export.py, and the remaining words, which belong to the train script."""
+    """Return export.py's flags and the remaining words, which are flags of the train script."""
     parser = command_parser(__doc__, usage="export.py MODEL FOLDER [flags] [flags of the train script]")
     add = parser.add_argument
-    add("model", metavar="MODEL", help="Folder or s3:// prefix of a run, or folder of a checkpoint.")
+    add("model", metavar="MODEL", help="Run folder, s3:// prefix of a run, or checkpoint folder.")
     add("folder", metavar="FOLDER", help="New folder for the exported files.")
-    which_help = "Checkpoint to export if MODEL is a run. Default: best."
+    which_help = "Checkpoint to export from a run. Default: best."
     add("--which", choices=("best", "latest"), default="best", help=which_help)
-    script_help = "Script that trained the model, if the script is not in this project."
+    script_help = (
+        "Script that trained the model. --script is required only for a script outside this project."
+    )
     add("--script", metavar="FILE", help=script_help)
-    add("--onnx", action="store_true", help=f"Also write model.onnx. Requires `{OPTIONAL}`.")
-    add("--push", metavar="OWNER/NAME", help="Upload FOLDER to this repository on the hub.")
+    add(
+        "--onnx",
+        action="store_true",
+        help=f"Also export the model to model.onnx. --onnx requires `{OPTIONAL}`.",
+    )
+    add("--push", metavar="OWNER/NAME", help="Hub repository to which FOLDER is uploaded.")
     flags, script_words = parser.parse_known_args(words)
     if flags.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", flags.push):
         parser.error(f"--push {flags.push}: expected OWNER/NAME")
@@ -94,7 +104,7 @@ def parse_flags(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def write_curves(run: Path | None, folder: Path) -> None:
-    """Write the run's curves as TensorBoard events, without its recipe and images."""
+    """Write the run's curves as TensorBoard events. Leave out the run's recipe and images."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
     from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -107,7 +117,7 @@ def write_curves(run: Path | None, folder: Path) -> None:
 
 
 def push(folder: Path, name: str) -> str:
-    """Upload a folder to a repository on the hub and return its URL. Create the repository if needed."""
+    """Upload a folder to a hub repository and return the repository's URL. Create a missing repository."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -118,8 +128,8 @@ def push(folder: Path, name: str) -> str:
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         retry = f"hf upload {shlex.quote(name)} {shlex.quote(str(folder))}"
-        remedy = f"{folder} is complete. Log in with `hf auth login`, then run: {retry}"
-        raise ValueError(f"--push {name}: {reason}. {remedy}") from None
+        remedy = f"{folder} contains all exported files. Log in with `hf auth login`, then run: {retry}"
+        raise ValueError(f"--push {name} failed: {reason}. {remedy}") from None
     return str(url)
 
 

@@ -6,21 +6,22 @@
     CUDA_VISIBLE_DEVICES= python find_batch_size.py --config_file accelerate_configs/zero2_2gpu.yaml \\
         train_cnn_b.py --data digits
 
-Each trial launches a short training run with the same data and model. The run consists of 7 optimizer steps
-without accumulation, a checkpoint and an evaluation. Two trials show how memory grows with the size. Then the
-search tries the largest size that should fit. The search ends when a size fits and a size with --quantum more
-images does not. A trial fails when any process runs out of memory, so the process that needs the most memory
-determines the result.
+Each trial launches a short training run with the script's data and model. The run consists of 7 optimizer
+steps without accumulation, a checkpoint and an evaluation. The first two trials show how memory grows with
+the number of images per process. After these trials, the search tries the largest size that should fit. The
+search ends when one size fits and a size with --quantum more images does not fit. A trial fails when any
+process runs out of memory, so the process that needs the most memory determines the result.
 
 Without a GPU, the search is only a rehearsal, and --memory_limit_gib limits the data segment of each process
-(RLIMIT_DATA). The default limit is 1.25 times the memory of the first trial, so that at least one step fits.
+(RLIMIT_DATA). The default memory limit is 1.25 times the memory of the first trial, so that at least one step
+fits.
 
-The largest batch is often not the best one. The table shows each size with its images/s, measured over a few
-steps. The knee is the smallest size that no other size outperforms by 5 percent. The search has not been
-measured on a GPU yet.
+The largest batch is often not the best one. The printed table shows the throughput of each size in images/s,
+measured over a few steps. The knee is the smallest size that no other size outperforms by 5 percent. The
+search has not been tested on a GPU yet.
 
 With RandAugment, the memory that a step needs depends on its random operations, and a trial runs only 7
-steps. The search therefore keeps 5 percent of the limit free.
+steps. The search therefore keeps 5 percent of the memory limit free for such recipes.
 """
 
 import argparse
@@ -48,25 +49,30 @@ from tools.batch_size.largest import LaunchResult, knee, launch_limited, next_si
 from tools.launch.hosts import read_hostfile
 
 STEPS = 7
-UNTIMED = 4  # number of first steps, which create the optimizer's state and capture a step graph
-SHOWN = 25  # number of last lines to show of a failed launch
-RAN, OUT_OF_MEMORY, TOO_LARGE, IN_MARGIN = "ran", "out of memory", "more than the images", "ran in the margin"
-# Fraction of the limit to keep free if a recipe's memory differs from step to step. RandAugment's tensors
-# peak at 21 bytes per pixel of the batch. The peak over 150 steps is higher than the peak over 4 steps by 13
-# percent with 32 images, and by 4 percent with 512 (torch's profiler, 2 layers, CPU). The overhead of CUDA's
-# allocator has not been measured on a GPU yet.
+UNTIMED = 4  # steps at the start of a trial that are not timed (optimizer state, step graph)
+SHOWN = 25  # number of lines to show from the end of a failed launch's output
+RAN, OUT_OF_MEMORY, TOO_LARGE, IN_MARGIN = (
+    "ran",
+    "out of memory",
+    "exceeds the data set",
+    "ran without margin",
+)
+# Fraction of the memory limit to keep free if a recipe's memory differs from step to step. RandAugment's
+# tensors peak at 21 bytes per pixel of the batch. The peak over 150 steps exceeds the peak over 4 steps by 13
+# percent with 32 images, and by 4 percent with 512 images (torch's profiler, 2 layers, CPU). The overhead of
+# CUDA's allocator has not been measured on a GPU yet.
 MARGIN = 0.05
-REHEARSED_SHARE = 1.25  # limit of a rehearsal, relative to the memory of the first trial
+REHEARSED_SHARE = 1.25  # memory limit of a rehearsal, relative to the memory of the first trial
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of a short training run with one size."""
+    """Result of a trial, which is a short training run with one size."""
 
     per_device_batch_size: int
     outcome: str
     seconds: float
-    memory_gib: float | None = None  # of the process that used the most memory
+    memory_gib: float | None = None  # peak memory of the process that used the most memory
     images_per_s: float | None = None
 
     def __str__(self) -> str:
@@ -86,77 +92,88 @@ def main() -> int:
 
 
 def parse_flags(argv: list[str]) -> argparse.Namespace:
-    """Return the search's flags. The attribute `script` contains the script and its flags."""
+    """Return the search's flags, with the script and its flags in the attribute `script`."""
     parser = command_parser(__doc__, "%(prog)s --config_file FILE [flags] SCRIPT [SCRIPT_FLAGS ...]")
     add = parser.add_argument
-    config_help = "Accelerate config of the job, for example a file in accelerate_configs/."
+    config_help = "Accelerate config file of the job, for example accelerate_configs/ddp_2gpu.yaml."
     add("--config_file", type=config_file, required=True, metavar="FILE", help=config_help)
-    add("--hostfile", type=Path, metavar="FILE", help="Hosts to launch on. The first must be this machine.")
+    add(
+        "--hostfile",
+        type=Path,
+        metavar="FILE",
+        help="File that lists the hosts. The first host must be this machine.",
+    )
     add("--quantum", type=int, default=8, metavar="N", help="Try only multiples of N images. Default: 8.")
     limit_help = (
-        "Memory limit of each process, on a machine without a GPU. Default: 1.25 times the memory of the"
+        "Memory limit of each process on a machine without a GPU. Default: 1.25 times the memory of the"
         " first trial."
     )
     add("--memory_limit_gib", type=float, metavar="GIB", help=limit_help)
-    timeout_help = "Time limit of a trial. Default: 900."
+    timeout_help = "Time limit of each trial. Default: 900."
     add("--trial_timeout_s", type=float, default=900, metavar="SECONDS", help=timeout_help)
-    output_help = "JSON file for the result. Default: a new file runs/find_batch_size/<script>/<config>.json."
+    output_help = "JSON file for the result. Default: a new file in runs/find_batch_size/<script>/."
     add("--output", type=Path, metavar="FILE", help=output_help)
     parser.add_argument_group("script", "SCRIPT is a train script for images, for example train_vit.py.")
     words, script = split_at_script(argv)
     flags = parser.parse_args(words)
     flags.script = script
     if not flags.script:
-        parser.error("the script is missing. Name it after these flags, for example train_vit.py.")
+        parser.error("the train script is missing. Add a script after the flags, for example train_vit.py.")
     check_positive(parser, flags, "quantum", "memory_limit_gib", "trial_timeout_s")
     return flags
 
 
 class BatchSearch:
-    """Search for the largest size that fits, by trial runs."""
+    """Search for the largest number of images per process that fits into memory, using trial runs."""
 
     def __init__(self, flags: argparse.Namespace):
-        """Check the flags before anything is launched.
+        """Check the flags before the first launch.
 
         Raises:
-            ValueError: A flag is wrong.
+            ValueError: If a flag is wrong.
         """
-        from onecurve.models.script import load_script, recipe_class  # imports torch
+        from onecurve.models.script import load_script, recipe_class  # this import loads torch
 
         self.flags = flags
         config = read_yaml("--config_file", flags.config_file)
-        self.processes = config.get("num_processes", 1)  # number of processes on all hosts
+        self.processes = config.get("num_processes", 1)  # total number of processes on all hosts
         if flags.hostfile:
             self.processes = sum(len(host.devices) for host in read_hostfile(flags.hostfile))
         elif config.get("num_machines", 1) > 1:
-            raise ValueError(f"the config file is for {config['num_machines']} hosts. Pass --hostfile.")
+            raise ValueError(f"--config_file is for {config['num_machines']} hosts. Pass --hostfile.")
         recipe_type = recipe_class(load_script(Path(flags.script[0])))
         if not issubclass(recipe_type, ImageRecipe):
-            raise ValueError(f"{flags.script[0]} does not train on images. The search supports only images.")
-        self.recipe = parse_recipe(recipe_type, flags.script[1:])  # a wrong flag exits with status 2
+            raise ValueError(
+                f"{flags.script[0]} does not train on images. Pass a script that trains on images."
+            )
+        self.recipe = parse_recipe(recipe_type, flags.script[1:])  # exits with status 2 if a flag is wrong
         self.limit_gib = self._first_limit(use_cpu=config.get("use_cpu", False))
-        self.margin = MARGIN if self.recipe.randaug_layers else 0.0  # fraction of the limit
+        self.margin = (
+            MARGIN if self.recipe.randaug_layers else 0.0
+        )  # fraction of the memory limit to keep free
+
         folder = Path("runs/find_batch_size") / Path(flags.script[0]).stem
         files = (folder / f"{name}.json" for name in numbered(flags.config_file.stem))
         self.output = flags.output or next(file for file in files if not file.exists())
         self.trials: list[Trial] = []
-        self.settings: dict[str, Any] = {}  # settings that the trials reported
-        self.shown = ""  # command and last output lines of the last failed launch
+        self.settings: dict[str, Any] = {}  # training settings that the trials reported
+        self.shown = ""  # command and last output lines of the most recent failed launch
 
     def run(self) -> None:
-        """Run the search and print each trial.
+        """Run the search and print a row for each trial.
 
         Raises:
-            ValueError: No size fits, or a trial fails for a reason other than memory.
+            ValueError: If no size fits, or if a trial fails for a reason other than memory.
         """
         self.output.parent.mkdir(parents=True, exist_ok=True)
-        quantum, most = self.flags.quantum, sys.maxsize  # `most` is limited by the data set
+        quantum, most = self.flags.quantum, sys.maxsize  # the size of the data set later limits `most`
         ran: dict[int, float] = {}
         failed: set[int] = set()
         if not self.on_gpu:
             limit = self.flags.memory_limit_gib
             relative = f"{REHEARSED_SHARE:g} times the memory of the first trial"
-            print(f"rehearsal on CPU: each process may use {f'{limit:g} GiB' if limit else relative}")
+            shown_limit = f"{limit:g} GiB" if limit else relative
+            print(f"Rehearsal on CPU: the memory limit of each process is {shown_limit}")
         print(ROW.format("images", "outcome", "GiB/process", "images/s", "time"), flush=True)
         while (size := next_size(ran, failed, self.usable_gib, quantum)) is not None:
             if (size := min(size, most)) in ran:
@@ -170,32 +187,41 @@ class BatchSearch:
             elif trial.outcome in (OUT_OF_MEMORY, IN_MARGIN):
                 failed.add(size)
             elif not (most := images // self.processes // quantum * quantum):
-                raise ValueError(f"{images} training images are too few for --quantum {quantum}")
+                raise ValueError(
+                    f"{images} training images are too few for --quantum {quantum}. Pass a smaller --quantum."
+                )
         if not ran:
             raise ValueError(self._why_nothing_fits(min(failed)))
         self._conclude(max(ran), is_memory_full=max(ran) + quantum in failed)
 
     def _first_limit(self, use_cpu: bool) -> float:
-        """Return the GiB that each process of the first trial may use. On a GPU the limit is infinite."""
+        """Return the memory limit in GiB for each process of the first trial.
+
+        The limit is infinite on a GPU.
+        """
         import torch
 
         limit_gib, hostfile = self.flags.memory_limit_gib, self.flags.hostfile
         self.on_gpu = bool(hostfile or (torch.cuda.is_available() and not use_cpu))
         if limit_gib and self.on_gpu:
             raise ValueError(
-                "--memory_limit_gib applies only to processes of this machine that have no GPU. Remove it, or"
-                " rehearse: put CUDA_VISIBLE_DEVICES= before the command and remove --hostfile."
+                "--memory_limit_gib does not apply to GPUs or to other hosts. Remove --memory_limit_gib. To"
+                " rehearse on the CPU instead, put CUDA_VISIBLE_DEVICES= before the command and remove"
+                " --hostfile."
             )
         if self.on_gpu:
-            return math.inf  # _read replaces this value with the memory of the GPUs
+            return math.inf  # _read replaces this limit with the GPU memory
         total_gib = psutil.virtual_memory().total / 2**30
         if limit_gib and limit_gib * self.processes > total_gib:
             needed = f"{self.processes} x --memory_limit_gib {limit_gib:g}"
-            raise ValueError(f"{needed} is more than this machine's memory, {total_gib:.1f} GiB")
+            raise ValueError(f"{needed} exceeds this machine's memory of {total_gib:.1f} GiB")
         return limit_gib or total_gib / self.processes
 
     def _why_nothing_fits(self, size: int) -> str:
-        """Explain why a size failed. A trial with one image per process tests if any size can fit."""
+        """Explain why no size fits.
+
+        Run a trial with one image per process to test whether any size can fit.
+        """
         one_image_fits = False
         if size > 1:
             trial, _ = self.try_size(1)
@@ -205,22 +231,24 @@ class BatchSearch:
             print(self.shown, file=sys.stderr)
         limit, remedy = f"{self.limit_gib:.2f} GiB", "Pass a larger --memory_limit_gib."
         if not self.flags.memory_limit_gib:
-            limit = "the GPU's memory" if self.on_gpu else f"{limit}, this machine's memory for a process,"
-            remedy = "Choose a config file that shards the model, or a smaller model."
+            limit = "the GPU's memory" if self.on_gpu else f"this machine's {limit} per process"
+            remedy = "Choose a smaller model, or a config file that shards the model."
         if one_image_fits:
-            return f"{size} images per process do not fit in {limit}, but one does. Pass a smaller --quantum."
-        return f"{limit} cannot hold one step, even with one image per process. {remedy}"
+            advice = "Pass a smaller --quantum."
+            return f"{size} images per process do not fit into {limit}, but one image fits. {advice}"
+        return f"One training step does not fit into {limit}, even with one image per process. {remedy}"
 
     def try_size(self, size: int) -> tuple[Trial, int]:
-        """Launch one trial.
+        """Launch a trial with `size` images per process.
 
         Returns:
-            The trial; and the number of training images if it is smaller than the batch, otherwise 0.
+            A tuple of the trial and a count. The count is the number of training images if the batch is
+            larger than the data set, and 0 otherwise.
         """
         with tempfile.TemporaryDirectory(prefix=".trial-", dir=self.output.parent.resolve()) as folder:
             run = Path(folder) / "run"
             config = ["--config_file", str(self.flags.config_file)]
-            # The command `accelerate` would spend seconds on imports that a launch does not need.
+            # The command `accelerate` spends seconds on imports that a launch does not need.
             launcher = ["-m", "accelerate.commands.launch", *config, "--main_process_port", "0"]
             if self.flags.hostfile:
                 launcher = [str(ROOT / "launch.py"), "--hostfile", str(self.flags.hostfile), *config]
@@ -238,22 +266,22 @@ class BatchSearch:
         print(self.shown, file=sys.stderr)
         reason = next((line.strip() for line in lines if "error: " in line), f"exit status {launch.status}")
         if launch.status is None:
-            reason = f"it did not end within --trial_timeout_s {self.flags.trial_timeout_s:g}"
-        raise ValueError(f"the trial with {size} images per process failed ({reason})")
+            reason = f"the trial did not end within --trial_timeout_s {self.flags.trial_timeout_s:g}"
+        raise ValueError(f"the trial with {size} images per process failed: {reason}")
 
     def _words(self, size: int, run: Path) -> list[str]:
-        """Return a trial's script and flags. The flags that a trial needs override the user's flags."""
+        """Return a trial's script and flags. The trial's flags override the user's flags."""
         batch_size = size * self.processes
         flags = {
             "per_device_batch_size": size,
             "batch_size": batch_size,
-            "streams": self.processes,  # number of streams of shards, which must divide any size
-            "epochs": STEPS,  # a batch may contain the whole data set, so that an epoch is one step
+            "streams": self.processes,  # number of shard streams, which must divide the batch size
+            "epochs": STEPS,  # if a batch contains the whole data set, an epoch is one step
             "max_steps": STEPS,
-            "patience": STEPS,  # at most one evaluation per step, so this never ends a trial
+            "patience": STEPS,  # never ends a trial, because a step runs at most one evaluation
             "max_val_images": 2 * batch_size,
-            "lr": 0,  # the recipe's rate is for another batch size and might make the loss diverge
-            "checkpoint_every": STEPS - 1,  # the last step runs while the checkpoint is written
+            "lr": 0,  # the recipe's rate suits a different batch size, and the loss might diverge
+            "checkpoint_every": STEPS - 1,  # the last step runs during the checkpoint's write
             "log_every": 1,
             "resume": "auto",
             "trackers": "none",
@@ -266,9 +294,11 @@ class BatchSearch:
         return [*without(self.flags.script, replaced), *(f"--{name}={v}" for name, v in flags.items())]
 
     def _read(self, size: int, launch: LaunchResult, run: Path) -> Trial:
-        """Read a trial's result from its run folder, and update the limit and the settings."""
+        """Read a trial's result from the run folder. Update the memory limit and the reported settings."""
         if not (run / "result.json").exists():
-            raise ValueError("this machine has no result of the trial. It must be the hostfile's first host.")
+            raise ValueError(
+                "this machine has no result of the trial. Put this machine first in the hostfile."
+            )
         result, recipe = (read_json(run / name) for name in ("result.json", "recipe.json"))
         names = ("script", "strategy", "mixed_precision", "half_precision", "compile", "grad_checkpointing")
         self.settings = {name: result[name] for name in (*names, "device")}
@@ -276,7 +306,7 @@ class BatchSearch:
         memory_gib, ranks = launch.data_gib, result["memory_gib"]
         if self.on_gpu:
             if "device" not in ranks[0]:
-                raise ValueError("the hosts have no GPUs. With --hostfile, the search needs GPUs.")
+                raise ValueError("the hosts have no GPUs. To search without GPUs, remove --hostfile.")
             memory_gib = max(rank["reserved"] + rank["other"] for rank in ranks)
             self.limit_gib = min(rank["device"] for rank in ranks)
         elif not self.flags.memory_limit_gib and not self.trials:
@@ -291,7 +321,7 @@ class BatchSearch:
         return self.limit_gib * (1 - self.margin)
 
     def _conclude(self, answer: int, is_memory_full: bool) -> None:
-        """Write the result, and print the commands that train with the largest size and with the knee."""
+        """Write the result. Print the commands that train with the largest size and with the knee."""
         ran = [trial for trial in self.trials if trial.outcome == RAN]
         speeds = {t.per_device_batch_size: t.images_per_s for t in ran if t.images_per_s is not None}
         relevant = flags_where(type(self.recipe), "changes_memory")
@@ -311,17 +341,21 @@ class BatchSearch:
         write_json(self.output, report)
         outcomes = {trial.per_device_batch_size: trial.outcome for trial in self.trials}
         more = answer + self.flags.quantum
-        reason = f"{more} ran out of memory" if is_memory_full else "the data set has no more"
+        reason = (
+            f"{more} images ran out of memory" if is_memory_full else "the data set allows no larger batch"
+        )
         if outcomes.get(more) == IN_MARGIN:
-            reason = f"{more} left less than {self.margin:.0%} free for RandAugment's random operations"
-        print(f"\nLargest: {answer} images per process, within {self.limit_gib:.2f} GiB each; {reason}")
+            reason = f"{more} images left less than {self.margin:.0%} of the memory free for RandAugment"
+        print(f"\nLargest size: {answer} images per process in {self.limit_gib:.2f} GiB of memory ({reason})")
         print(self._command(answer))
-        print(f"Knee: {report['knee']} images per process; none of {len(speeds)} sizes is over 5 % faster")
+        print(
+            f"Knee: {report['knee']} images per process (none of {len(speeds)} sizes is more than 5 % faster)"
+        )
         print(self._command(report["knee"]))
         print(self.output)
 
     def _command(self, size: int) -> str:
-        """Return the command that trains with the largest divisor of the recipe's batch up to `size`."""
+        """Return a training command that uses the largest divisor of the recipe's batch up to `size`."""
         batch_size = self.recipe.batch_size
         shares = [n for n in range(1, size + 1) if batch_size % (n * self.processes) == 0]
         share = max(shares, default=size)
@@ -331,9 +365,13 @@ class BatchSearch:
         words.append(f"--per_device_batch_size={share}")
         if not shares:
             words.append(f"--batch_size={size * self.processes}")
-        remark = "" if share == size else f"  # {size} x {self.processes} does not divide {batch_size}"
+        remark = (
+            ""
+            if share == size
+            else f"  # --batch_size {batch_size} is not a multiple of {size} x {self.processes}"
+        )
         if shares and (largest := size * self.processes) > batch_size:
-            remark = f"  # limited by --batch_size {batch_size}, not by memory, which holds {largest}"
+            remark = f"  # limited by --batch_size {batch_size}; {largest} images would fit into memory"
         return f"    {shlex.join(words)}{remark}"
 
 

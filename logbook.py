@@ -1,17 +1,17 @@
-"""Write the log book, which consists of Markdown pages with plots for runs, to runs/logbook/ or --folder.
+"""Write the log book, a set of Markdown pages with plots of runs, to runs/logbook/ or --folder.
 
     python logbook.py add runs/train_cnn_a/single_128_10_1_1
     python logbook.py compare runs/train_cnn_b/fsdp_128_15_1_4 runs/train_cnn_b/ddp_128_15_2_4
     python logbook.py index --folder logbook
 
-add      writes the page <script>/<strategy>/<run>.md for each run. The page's name is the name of the run's
-         folder without the strategy, for example 128_10_1_1-2. A number is appended if another run already
-         uses this name. Adding a run again replaces its page.
+add      writes the page <script>/<strategy>/<run>.md for each run. The page's name is the name of the run
+         folder without the strategy, for example 128_10_1_1-2. A number is appended if a different run
+         already uses this name. Adding a run again replaces the run's page.
 compare  writes a page in compare/ that compares the time, accuracy and settings of several runs. The command
          refuses runs that were evaluated on different images.
-index    writes README.md. The commands add and compare also update this file.
+index    writes the index, README.md. The commands add and compare also update the index.
 
-Each page lists missing and broken files. The same run folders always produce identical pages.
+Each page lists missing and broken files. Identical run folders always produce identical pages.
 """
 
 import argparse
@@ -34,9 +34,11 @@ from tools.logbook.page import index_values
 from tools.logbook.run_record import RunRecord
 
 FOLDER = Path("runs") / "logbook"
-COMPARE = "compare"  # folder of comparison pages
+COMPARE = "compare"  # name of the folder for comparison pages
 
-Command = Callable[[argparse.Namespace], list[Path]]  # a function that writes pages and returns their paths
+Command = Callable[
+    [argparse.Namespace], list[Path]
+]  # function that writes pages and returns the pages' paths
 
 
 def main() -> int:
@@ -44,7 +46,7 @@ def main() -> int:
     written = flags.make(flags)
     pages = [shortest(page.absolute()) for page in (write_index(flags.folder), *written)]
     print("\n".join(pages))
-    print(python_command("-m", "rich.markdown", pages[-1]))  # a command that shows the page in the terminal
+    print(python_command("-m", "rich.markdown", pages[-1]))  # command that displays the page in the terminal
     return 0
 
 
@@ -60,24 +62,24 @@ def parse_flags(words: list[str]) -> argparse.Namespace:
         )
         add_help_flag(sub)
         sub.set_defaults(make=make)
-        folder_help = "Folder of the log book. Default: %(default)s."
+        folder_help = "Folder for the log book. Default: %(default)s."
         sub.add_argument("--folder", type=Path, default=FOLDER, metavar="FOLDER", help=folder_help)
         return sub.add_argument
 
-    command("index", lambda flags: [], "Write the table of all pages.")
+    command("index", lambda flags: [], "Write the index of all pages.")
     add = command("add", add_runs, "Write a page for each run.")
     compare = command("compare", compare_runs, "Write a page that compares runs.")
     for argument in (add, compare):
-        argument("runs", nargs="+", type=Path, metavar="RUN", help="Folder of a run.")
-    compare("--name", metavar="NAME", help="Name of the page. Default: the names of the runs.")
+        argument("runs", nargs="+", type=Path, metavar="RUN", help="Run folder.")
+    compare("--name", metavar="NAME", help="Name of the page. Default: a name made from the run names.")
     target_help = (
-        "Accuracy for the row `time to accuracy`. Default: the highest accuracy that all runs reached."
+        "Accuracy for the row `time to accuracy`. Default: the highest accuracy that every run reached."
     )
     compare("--target_accuracy", type=float, metavar="ACCURACY", help=target_help)
-    different = "Allow runs that were evaluated on different images."
+    different = "Compare runs even if they were evaluated on different images."
     compare("--allow_different_data", action="store_true", help=different)
     searches = {"nargs": "+", "type": Path, "default": [], "metavar": "FILE"}
-    compare("--batch_search", **searches, help="Result files of find_batch_size.py, shown on the page.")
+    compare("--batch_search", **searches, help="Result files of find_batch_size.py to show on the page.")
     flags = parser.parse_args(words)
     check_positive(parser, flags, "target_accuracy")
     return flags
@@ -89,7 +91,7 @@ def add_runs(flags: argparse.Namespace) -> list[Path]:
 
 
 def write_run(logbook: Path, run: RunRecord) -> Path:
-    # The first start determines the page, so that a run keeps its page when its strategy changes.
+    # The run's first start determines the page, so that a run keeps its page when its strategy changes.
     first = run.kept[0].about if run.kept else run.facts
     strategy = file_name(first.get("strategy", "unknown"))
     script = file_name(run.facts.get("script", "unknown"))
@@ -123,13 +125,13 @@ def compare_runs(flags: argparse.Namespace) -> list[Path]:
 
 
 def free_page(folder: Path, stem: str, identity: dict[str, Any]) -> Path:
-    """Return the path of these runs' page, or the next free path if they have no page yet."""
+    """Return the path of the page that describes the runs. If there is no such page, return a free path."""
     pages = (folder / f"{name}.md" for name in numbered(stem))
     return next(page for page in pages if not page.exists() or is_same(read_mark(page), identity))
 
 
 def is_same(mark: dict[str, Any], identity: dict[str, Any]) -> bool:
-    """Return True if a page describes these runs. Folders are compared only for runs without metrics."""
+    """Return True if a page's mark describes the same runs. Compare folders only for runs without metrics."""
     if "runs" in identity:
         marked_runs, runs = mark.get("runs", []), identity["runs"]
         return len(marked_runs) == len(runs) and all(map(is_same, marked_runs, runs))
@@ -138,9 +140,9 @@ def is_same(mark: dict[str, Any], identity: dict[str, Any]) -> bool:
 
 
 def write_page(page: Path, mark: dict[str, Any], text: str) -> Path:
-    """Write the page after its mark, an HTML comment that write_index and is_same read.
+    """Write a page that begins with a mark, which is an HTML comment that write_index and is_same read.
 
-    The mark is escaped, so that no name can end the comment.
+    Escape the mark, so that no name can end the comment.
     """
     escaped = json.dumps(mark, sort_keys=True).replace("<", "\\u003c").replace(">", "\\u003e")
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -149,12 +151,14 @@ def write_page(page: Path, mark: dict[str, Any], text: str) -> Path:
 
 
 def read_mark(page: Path) -> dict[str, Any]:
-    """Return the mark of a page, or an empty dict for a page written by hand."""
+    """Return a page's mark, or an empty dict for a page written by hand."""
     comment = re.match(r"<!-- logbook (\{.*\}) -->\n", page.read_text())
     try:
         return parse_json(comment[1], page) if comment else {}
     except ValueError:
-        raise ValueError(f"{page}: damaged first line. Remove the page and add its run again.") from None
+        raise ValueError(
+            f"the first line of {page} is damaged. Remove the page and add its run again."
+        ) from None
 
 
 def run_pages(logbook: Path) -> list[Path]:
@@ -174,7 +178,7 @@ def write_index(logbook: Path) -> Path:
 
 
 def file_name(text: str) -> str:
-    """Convert text to a file name without slashes or characters that shells and links interpret."""
+    """Convert text to a file name without slashes and without characters that shells or links interpret."""
     return re.sub(r"[^\w-]+", "_", text).strip("_")[:100] or "unknown"
 
 

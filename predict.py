@@ -4,16 +4,17 @@
     ls *.jpg | python predict.py runs/train_cnn_b/fsdp_128_15_1_4 - --top 5
     torchrun --standalone --nproc_per_node=2 predict.py s3://bucket/prefix '/data/**/*.webp'
 
-MODEL is a run's folder or S3 prefix, a checkpoint's folder, or a folder written by export.py. For a run, the
-best checkpoint is used, or the latest with --which latest. The files are verified before use, and nothing is
-unpickled. IMAGE is a file, a folder or a pattern, and `-` reads file names from stdin. Put all images before
-the first flag. Each image is predicted exactly once, under any launcher.
+MODEL is a run folder, the S3 prefix of a run, a checkpoint folder, or a folder written by export.py. For a
+run, the command loads the best checkpoint, or the latest checkpoint with --which latest. All files are
+verified before they are used, and nothing is unpickled. IMAGE is a file, a folder or a pattern. The IMAGE `-`
+reads file names from stdin. Put all images before the first flag. Each image is predicted exactly once, under
+any launcher.
 
-The output folder is --output_dir, by default predictions/<run>. In this folder, predictions.csv and
-predictions.jsonl contain the most likely classes of each image and their probabilities, and sheet.png shows
-the first images. Files that are not images are listed with the reason, and the command continues.
---embeddings FILE.npy writes one row per image, with the fields `id` (the file name) and `features` (the
-float32 inputs of the model's head).
+The output folder is --output_dir, by default predictions/<run>. The files predictions.csv and
+predictions.jsonl contain each image's most likely classes and the probabilities of these classes. The file
+sheet.png shows the first images. The command skips files that are not images and lists each skipped file with
+the reason. --embeddings FILE.npy writes one row per image, with the fields `id` (the file name) and
+`features` (the float32 inputs of the model's head).
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ from typing import Any, ClassVar
 from onecurve.system.cli import say_loading
 
 if __name__ == "__main__":
-    say_loading()  # before the imports below, which take seconds
+    say_loading()  # must run before the imports below, which take seconds
 
 import numpy as np
 import torch
@@ -50,40 +51,43 @@ from onecurve.system.files import write_bytes, write_csv, write_text
 from onecurve.system.text import plural, printable
 from tools.inference.inference import Inference, keep_features, own_words, preprocessing_of
 
-WHOLE = ("digits", "cifar10", "synthetic")  # not cropped, if the checkpoint does not record cropping
-SHEET, EDGE = 32, 128  # number of images on sheet.png, and the length of their edges in pixels
+# Data sets whose images are not cropped if the checkpoint does not record cropping
+WHOLE = ("digits", "cifar10", "synthetic")
+SHEET, EDGE = 32, 128  # number of images on sheet.png, and the edge length of each image in pixels
 PRINTED = 10
 
-Row = dict[str, Any]  # keys file, classes and probabilities (most likely class first), or file and error
+Row = dict[str, Any]  # dict with file, classes and probabilities (most likely class first), or file and error
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction(Inference):
-    """Flags of predict.py."""
+    """Command-line flags of predict.py."""
 
     usage: ClassVar[str] = "%(prog)s MODEL IMAGE... [flags]"
-    help_group = ("prediction", "IMAGE is a file, a folder or a pattern. `-` reads file names from stdin.")
-    top: int = setting(5, "Number of most likely classes to list for each image.", minimum=1)
+    help_group = ("prediction", "IMAGE is a file, a folder, a pattern, or `-` to read file names from stdin.")
+    top: int = setting(5, "Number of classes to list for each image, most likely first.", minimum=1)
     crop: str = setting("auto", choices=("auto", "center", "whole"))
     workers: int = setting(
-        2, "Number of decoding processes per device. 0 decodes images between batches.", minimum=0
+        2, "Number of processes per device that decode images. 0 decodes images between batches.", minimum=0
     )
     embeddings: str | None = setting(
         None,
-        "Also write the inputs of the model's head to this .npy file, one row per image.",
+        "File for the inputs of the model's head, in .npy format with one row per image. Default: no file.",
         metavar="FILE",
     )
     output_dir: str | None = setting(None, "Folder for the results. Default: `predictions/<model>`.")
 
     def __post_init__(self) -> None:
         if self.embeddings and not self.embeddings.endswith(".npy"):
-            raise ValueError(f"--embeddings {self.embeddings}: the file name must end with .npy")
+            raise ValueError(
+                f"--embeddings {self.embeddings} is not an .npy file. Pass a file name that ends with .npy."
+            )
 
 
 def main() -> None:
     flags, location, names = parse_flags(sys.argv[1:])
     accelerator, _ = flags.start()
-    look = partial(find_pictures, names)  # one process reads stdin
+    look = partial(find_pictures, names)  # only one process reads stdin
     with flags.trained(accelerator, location, look) as (trained, files, _):
         step = "" if trained.step is None else f", step {trained.step:,}"
         split = "holdout" if (trained.recipe or {}).get("holdout") else "val"
@@ -109,21 +113,24 @@ def main() -> None:
 
 
 def parse_flags(words: list[str]) -> tuple[Prediction, str, list[str]]:
-    """Return the flags, the model's location, and the words that name images."""
+    """Return the flags, the model's location, and the command-line words that specify images."""
     words = own_words(words)
     first = next((k for k, word in enumerate(words) if word.startswith("-") and word != "-"), len(words))
     flags = parse(Prediction, words[first:])
     if first < 2:
-        raise ValueError("MODEL and IMAGE are required: predict.py RUN a.jpg")
+        raise ValueError("MODEL and IMAGE are required. Example: predict.py RUN a.jpg")
     return flags, words[0], words[1:first]
 
 
 def build(
     accelerator: Accelerator, flags: Prediction, trained: TrainedModel
 ) -> tuple[nn.Module, Preprocessing]:
-    """Load the model on each device. Return the model and the preprocessing of its inputs. Collective."""
+    """Load the model on each device.
+
+    Return the model and the preprocessing of the inputs. All processes must call this function.
+    """
     if trained.recipe is None:
-        raise ValueError(f"{trained.name} is a single file without a recipe. Give --model NAME")
+        raise ValueError(f"{trained.name} is a single file without a recipe. Pass --model NAME")
     script, recipe, _ = open_script(trained, flags.script, [])
     agree(accelerator, {"flags": dataclasses.asdict(flags), "model": trained.name})
     model = script.build_model(recipe, trained.published or len(trained.classes or ()))
@@ -140,7 +147,10 @@ def build(
 def predict_images(
     accelerator: Accelerator, model: nn.Module, pictures: Pictures, classes: list[str], flags: Prediction
 ) -> list[Row]:
-    """Predict all images. Return one row per image, in order, identical on all processes. Collective."""
+    """Predict all images.
+
+    Return one row per image, in order, on every process. All processes must call this function.
+    """
     local: dict[int, Row] = {}
     autocast_forward(accelerator, model)
     features = keep_features(model) if flags.embeddings else []
@@ -154,7 +164,9 @@ def predict_images(
         inputs = batch.inputs.to(accelerator.device).contiguous(memory_format=torch.channels_last)
         logits = model(inputs)
         if not logits.isfinite().all():
-            raise ValueError("the output is not finite: the model diverged, or --mixed_precision overflows")
+            raise ValueError(
+                "the model's output is not finite. The model diverged, or --mixed_precision overflows."
+            )
         best = logits.softmax(1).topk(min(flags.top, len(classes)))
         for i, values, labels in zip(batch.ids.tolist(), *map(Tensor.tolist, best), strict=True):
             names = [classes[label] for label in labels]
@@ -163,7 +175,7 @@ def predict_images(
             local[i]["features"] = vector
     gathered = [pair for share in gather_object([local]) for pair in share.items()]
     rows = dict(gathered)
-    assert len(gathered) == len(rows) == len(pictures), "an image was left out, or predicted twice"
+    assert len(gathered) == len(rows) == len(pictures), "an image was not predicted, or was predicted twice"
     return [rows[i] for i in range(len(pictures))]
 
 
@@ -174,7 +186,7 @@ def write_predictions(folder: Path, rows: list[Row], trained: TrainedModel) -> l
     """Write predictions.csv, predictions.jsonl and sheet.png, each atomically.
 
     Returns:
-        The properties of the images on the sheet that decide which conversion warnings are printed.
+        The properties of the images on the sheet, from which conversion warnings are derived.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({**row, "file": printable(row["file"])}, allow_nan=False) for row in rows]
@@ -187,14 +199,14 @@ def write_predictions(folder: Path, rows: list[Row], trained: TrainedModel) -> l
         cells = [cell for name, value in pairs for cell in (name, f"{value:.6f}")]
         table.append([row["file"], *(cells or [""] * 2 * top), row.get("error", "")])
     write_csv(folder / "predictions.csv", table)
-    (folder / "sheet.png").unlink(missing_ok=True)  # left by an earlier call
+    (folder / "sheet.png").unlink(missing_ok=True)  # remove the sheet of an earlier call
     good = [row for row in rows if "classes" in row][:SHEET]
     return draw_sheet(folder / "sheet.png", good, trained) if good else []
 
 
 def write_embeddings(file: Path, rows: list[Row], features: list[list[float]]) -> None:
-    """Write the features of all predicted images, atomically."""
-    vectors = np.array(features, np.float32)  # [n, features]
+    """Write the features of all predicted images to a .npy file, atomically."""
+    vectors = np.array(features, np.float32)  # [images, features]
     files = np.array([printable(row["file"]) for row in rows if "classes" in row], str)
     table = np.empty(len(files), [("id", files.dtype), ("features", np.float32, vectors.shape[1:])])
     table["id"], table["features"], content = files, vectors, io.BytesIO()
@@ -204,7 +216,7 @@ def write_embeddings(file: Path, rows: list[Row], features: list[list[float]]) -
 
 
 def draw_sheet(file: Path, rows: list[Row], trained: TrainedModel) -> list[Look]:
-    """Draw a contact sheet that shows images with their most likely class."""
+    """Draw a contact sheet that shows each image with its most likely class."""
     from PIL import Image, ImageOps
 
     from onecurve.data.decode import decode_image
@@ -229,7 +241,7 @@ def print_predictions(rows: list[Row], folder: Path, seconds: float) -> None:
     if len(good) > PRINTED:
         print(f"... and {len(good) - PRINTED:,} more")
     for row in bad:
-        print(f"{printable(row['file'])} is skipped: {printable(row['error'])}", file=sys.stderr)
+        print(f"{printable(row['file'])} was skipped: {printable(row['error'])}", file=sys.stderr)
     counts = f"{plural(len(good), 'image')} predicted, {len(bad):,} skipped"
     print(f"{counts}, {len(rows) / seconds:,.0f} images/s. Results: {folder}")
 

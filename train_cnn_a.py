@@ -1,9 +1,9 @@
-"""CNN-A: two convolutions and two linear layers. It reaches 0.766 on CIFAR-10's test split in 10 epochs.
+"""Train CNN-A (two convolutions, two linear layers), which reaches 0.766 on CIFAR-10's test split.
 
-Training to this accuracy took 75 s on two AVX512-BF16 cores, with a JPEG copy of the data. On one H200 the
-throughput is 516,588 images/s at batch 512 (docs/gpu.md). The accuracy on a GPU has not been measured yet.
-The recipe consists of AdamW (arXiv 1711.05101), a learning rate with linear warm-up and cosine decay (arXiv
-1608.03983), and images shifted by up to 4 pixels and flipped (arXiv 1512.03385, section 4.2).
+Training for 10 epochs to this accuracy took 75 s on two AVX512-BF16 cores, with a JPEG copy of the data. On
+one H200 the throughput is 516,588 images/s at batch 512 (docs/gpu.md). The accuracy on a GPU has not been
+measured yet. The recipe uses AdamW (arXiv 1711.05101) and a learning rate with linear warm-up and cosine
+decay (arXiv 1608.03983). Images are shifted by up to 4 pixels and flipped (arXiv 1512.03385, section 4.2).
 
     accelerate launch --config_file accelerate_configs/cpu.yaml train_cnn_a.py --data digits
     accelerate launch --config_file accelerate_configs/ddp_2gpu.yaml train_cnn_a.py
@@ -20,36 +20,37 @@ from onecurve.run.early import check_early
 # --- Recipe -----------------------------------------------------------------------------------------------
 
 
-@check_early  # reports mistakes before the imports below, which take seconds
+@check_early  # reports wrong flags before the imports below, which take seconds
 @dataclass(frozen=True, kw_only=True)
 class CnnA(ImageRecipe):
-    epochs: int = flag(10, "Passes over the training images.", minimum=1)
-    batch_size: int = flag(128, "Images per optimizer step, over the whole job.", minimum=1)
+    epochs: int = flag(10, "Number of passes over the training images.", minimum=1)
+    batch_size: int = flag(128, "Number of images per optimizer step, over all processes.", minimum=1)
     lr: float = flag(3e-3, "Peak learning rate.", minimum=0)
     widths: tuple[int, ...] = flag(
-        (32, 64, 128), "Widths of two convolutions, then of the hidden layers.", minimum=1
+        (32, 64, 128), "Channels of the two convolutions, then widths of the hidden layers.", minimum=1
     )
-    kernel_size: int = flag(3, "Edge of the convolution kernels, in pixels.", minimum=1)
+    kernel_size: int = flag(3, "Edge length of the convolution kernels, in pixels.", minimum=1)
     padding: bool = flag(
-        True, "Pad convolutions so that they keep the image size. `--no_padding` disables it."
+        True, "Pad convolutions so that they keep the image size. `--no_padding` disables padding."
     )
-    image_size: int = flag(32, "Edge of the square input, in pixels.", minimum=4)
+    image_size: int = flag(32, "Edge length of the square input images, in pixels.", minimum=4)
     crop_scale: tuple[float, float] = flag((0.08, 1.0), maximum=1)
-    optimizer: str = flag("adamw", "Optimizer. `sgd` uses --momentum.", choices=("adamw", "sgd"))
-    momentum: float = flag(0.9, "Momentum of SGD.", minimum=0, maximum=0.999999)
+    optimizer: str = flag("adamw", "Optimizer. Only `sgd` uses --momentum.", choices=("adamw", "sgd"))
+    momentum: float = flag(0.9, "Momentum of `sgd`.", minimum=0, maximum=0.999999)
     weight_decay: float = flag(0.05, "Weight decay, applied to matrices and convolutions only.", minimum=0)
-    warmup: float = flag(0.1, "Share of all steps in which the learning rate rises.", minimum=0, maximum=1)
+    warmup: float = flag(0.1, "Fraction of steps in which the learning rate rises.", minimum=0, maximum=1)
     label_smoothing: float = flag(
-        0.0, "Probability assigned to wrong classes in training.", minimum=0, maximum=1
+        0.0, "Probability that label smoothing spreads over all classes.", minimum=0, maximum=1
     )
     class_weights: str = flag("none", choices=("none", "balanced", "sqrt"))
-    clip_norm: float = flag(0.0, "Maximum norm of the gradient. 0 disables clipping.", minimum=0)
+    clip_norm: float = flag(0.0, "Maximum gradient norm. 0 disables clipping.", minimum=0)
     step_graph: bool | None = setting(None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.widths) < 3:
-            raise ValueError(f"--widths {','.join(map(str, self.widths))}: at least three, as 32,64,128")
+            widths = ",".join(map(str, self.widths))
+            raise ValueError(f"--widths {widths} must list at least three widths, for example 32,64,128")
         if not self.padding and self.image_size <= 3 * self.kernel_size:
             raise ValueError(f"--image_size {self.image_size} is too small for --no_padding")
 
@@ -74,28 +75,31 @@ from onecurve.run.run import Run
 
 
 class Block(nn.Sequential):
-    """[B, width_in, H, W] -> [B, width_out, H/2, W/2]. An unpadded convolution first reduces H and W."""
+    """Block that maps [B, width_in, H, W] to [B, width_out, H/2, W/2].
+
+    An unpadded convolution reduces H and W before the pooling.
+    """
 
     def __init__(self, width_in: int, width_out: int, kernel_size: int, padding: int):
-        # Pooling first does not change the result, and leaves the ReLU a quarter of the elements to process.
+        # Pooling before the ReLU does not change the result, and reduces the ReLU's work to a quarter.
         conv = nn.Conv2d(width_in, width_out, kernel_size, padding=padding)
         super().__init__(conv, nn.MaxPool2d(2), nn.ReLU())
 
 
 class Net(nn.Module):
-    """[B, 3, image_size, image_size] -> logits [B, classes]"""
+    """Network that maps images [B, 3, image_size, image_size] to logits [B, classes]."""
 
-    _no_split_modules = ("Block",)  # FSDP wraps each of these modules
+    _no_split_modules = ("Block",)  # FSDP wraps each module of these classes
 
     def __init__(self, recipe: CnnA, classes: int):
         super().__init__()
         first, second, *widths = recipe.widths
         size, padding = recipe.kernel_size, recipe.kernel_size // 2 if recipe.padding else 0
         self.blocks = nn.Sequential(Block(3, first, size, padding), Block(first, second, size, padding))
-        lost = size - 1 - 2 * padding  # pixels by which a convolution shortens each edge
+        lost = size - 1 - 2 * padding  # pixels by which a convolution shortens the image's edge
         edge = ((recipe.image_size - lost) // 2 - lost) // 2
         self.hidden = nn.Linear(second * edge**2, widths[0])
-        self.more = nn.Sequential()  # further hidden layers
+        self.more = nn.Sequential()  # additional hidden layers
         for k in range(1, len(widths)):
             self.more.append(nn.Sequential(nn.Linear(widths[k - 1], widths[k]), nn.ReLU()))
         self.head = nn.Linear(widths[-1], classes)
@@ -110,7 +114,8 @@ def build_model(recipe: CnnA, classes: int) -> nn.Module:
 
 # --- Data -------------------------------------------------------------------------------------------------
 
-MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of CIFAR-10's training images in [0, 1]
+# Mean and standard deviation of CIFAR-10's training images, with pixels in [0, 1]
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
 def training_batches(
@@ -118,8 +123,9 @@ def training_batches(
 ) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
     """Yield randomly augmented images, their labels and their sample ids.
 
-    Photographs are cropped. If all images have the same small size, they are shifted instead. All images are
-    flipped at random. The shapes are float [b, 3, S, S] in channels_last format, int64 [b] and int64 [b].
+    Photographs are cropped at random. Images are shifted instead if all of them have the same small size. All
+    images are flipped at random. The shapes are float [b, 3, S, S] in channels_last format, int64 [b] and
+    int64 [b].
     """
     batches = images.train.batches(
         plan,
@@ -148,7 +154,10 @@ def build_optimizer(model: nn.Module, recipe: CnnA, fused: bool = False) -> torc
 
 
 def learning_rate(recipe: CnnA, step: int, total_steps: int) -> float:
-    """Return the rate of a step, which rises linearly, then follows a cosine to 0 (arXiv 1608.03983)."""
+    """Return the learning rate of a step.
+
+    The rate rises linearly, then falls to 0 along a cosine (arXiv 1608.03983).
+    """
     warmup_steps = int(recipe.warmup * total_steps)
     if step < warmup_steps:
         return recipe.lr * ((step + 1) / warmup_steps)
@@ -163,7 +172,7 @@ def learning_rate(recipe: CnnA, step: int, total_steps: int) -> float:
 def main(recipe: CnnA, accelerator: Accelerator, batch: Batch) -> None:
     with Run(accelerator, recipe, batch) as run:
         images = load(accelerator, recipe)
-        torch.manual_seed(recipe.seed)  # the same initial weights in every process
+        torch.manual_seed(recipe.seed)  # gives every process the same initial weights
         model = build_model(recipe, len(images.classes))
         optimizer = build_optimizer(model, recipe, fused=can_fuse_sgd(accelerator))
         model, optimizer = prepare(accelerator, model, optimizer)
@@ -197,7 +206,7 @@ def main(recipe: CnnA, accelerator: Accelerator, batch: Batch) -> None:
             if run.is_last(step):
                 break
             lr = learning_rate(recipe, step, steps.total)
-            for group in optimizer.param_groups:  # Accelerate's scheduler would step once per process
+            for group in optimizer.param_groups:  # Accelerate's scheduler would advance once per process
                 group["lr"] = lr
             for k in batch.micro_batches(rank):
                 inputs, labels, ids = next(batches)

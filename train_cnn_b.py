@@ -1,12 +1,12 @@
-"""CNN-B: ResNet-18 (arXiv 1512.03385), by default with a stem for small images.
+"""Train CNN-B, a ResNet-18 (arXiv 1512.03385) with a stem for small images by default.
 
 The recipe is based on main.py in github.com/kuangliu/pytorch-cifar, which trains ResNet-18 with a 3x3 stem
-and no max-pool: SGD with momentum 0.9, learning rate 0.1, weight decay 5e-4, a cosine schedule, shifts by up
-to 4 pixels and flips. The README of pytorch-cifar reports 93.02 with an older step schedule. This script adds
-Nesterov momentum and a warm-up of 5 percent of the steps (arXiv 1706.02677, section 2.2), does not decay
-biases and BatchNorm (arXiv 1812.01187, section 3.1), and trains for 40 epochs instead of 200. The goal is an
-accuracy of 0.94 on CIFAR-10, which has not been measured yet. On one H200, recipes/cnn_b_cifar10_fast.yaml
-reached 0.9032 on a JPEG copy in 22.1 s (docs/gpu.md).
+and no max-pool. The recipe uses SGD with momentum 0.9, learning rate 0.1, weight decay 5e-4, a cosine
+schedule, shifts by up to 4 pixels, and flips. The README of pytorch-cifar reports 93.02 percent with an older
+step schedule. This script adds Nesterov momentum and a warm-up of 5 percent of the steps (arXiv 1706.02677,
+section 2.2), does not decay biases and BatchNorm (arXiv 1812.01187, section 3.1), and trains for 40 epochs
+instead of 200. The goal is an accuracy of 0.94 on CIFAR-10. The accuracy of this recipe has not been measured
+yet. On one H200, recipes/cnn_b_cifar10_fast.yaml reached 0.9032 on a JPEG copy in 22.1 s (docs/gpu.md).
 
     accelerate launch --config_file accelerate_configs/ddp_2gpu.yaml train_cnn_b.py
     deepspeed --num_gpus 2 train_cnn_b.py --deepspeed_config ds_configs/zero2.json
@@ -25,41 +25,43 @@ from onecurve.run.early import check_early
 # --- Recipe -----------------------------------------------------------------------------------------------
 
 
-@check_early  # reports mistakes before the imports below, which take seconds
+@check_early  # reports wrong flags before the imports below, which take seconds
 @dataclass(frozen=True, kw_only=True)
 class CnnB(ImageRecipe):
-    epochs: int = flag(40, "Passes over the training images.", minimum=1)
-    batch_size: int = flag(128, "Images per optimizer step, over the whole job.", minimum=1)
+    epochs: int = flag(40, "Number of passes over the training images.", minimum=1)
+    batch_size: int = flag(128, "Number of images per optimizer step, over all processes.", minimum=1)
     lr: float = flag(0.1, "Peak learning rate.", minimum=0)
     stem: str = flag(
         "cifar",
-        "First layers. `cifar`: 3x3 convolution. `imagenet`: 7x7 with stride 2 and max-pool, for 224 pixels.",
+        "First layers: a 3x3 convolution, or 7x7 with stride 2 and max-pool (`imagenet`, for 224 pixels).",
         choices=("cifar", "imagenet"),
     )
     width: int = flag(
-        64, "Channels of the first stage. Later stages have 2, 4 and 8 times as many.", minimum=1
+        64, "Channels of the first stage. Later stages have 2, 4 and 8 times as many channels.", minimum=1
     )
-    blurpool: bool = flag(False, "Blur before each convolution with stride 2, except in the stem.")
-    image_size: int = flag(32, "Edge of the square input, in pixels.", minimum=8)
+    blurpool: bool = flag(False, "Blur the input of each convolution with stride 2, except in the stem.")
+    image_size: int = flag(32, "Edge length of the square input images, in pixels.", minimum=8)
     train_sizes: tuple[int, ...] = flag(
         (),
-        "Image sizes in training, each used for an equal part of the epochs. Empty: image_size.",
+        "Image sizes during training, each for the same number of epochs. If empty, --image_size is used.",
         minimum=8,
     )
     crop_scale: tuple[float, float] = flag((0.08, 1.0), maximum=1)
-    optimizer: str = flag("sgd", "Optimizer. `sgd` uses --momentum.", choices=("sgd", "adamw"))
-    momentum: float = flag(0.9, "Momentum of SGD.", minimum=0, maximum=0.999999)
+    optimizer: str = flag("sgd", "Optimizer. Only `sgd` uses --momentum.", choices=("sgd", "adamw"))
+    momentum: float = flag(0.9, "Momentum of `sgd`.", minimum=0, maximum=0.999999)
     nesterov: bool = flag(True, "Use Nesterov momentum.")
     weight_decay: float = flag(5e-4, "Weight decay, applied to matrices and convolutions only.", minimum=0)
-    warmup: float = flag(0.05, "Share of all steps in which the learning rate rises.", minimum=0, maximum=1)
+    warmup: float = flag(0.05, "Fraction of steps in which the learning rate rises.", minimum=0, maximum=1)
     schedule: str = flag(
-        "cosine", "Learning-rate schedule after warm-up. Both end at 0.", choices=("cosine", "linear")
+        "cosine",
+        "Learning-rate schedule after warm-up. Both schedules end at 0.",
+        choices=("cosine", "linear"),
     )
     label_smoothing: float = flag(
-        0.0, "Probability assigned to wrong classes in training.", minimum=0, maximum=1
+        0.0, "Probability that label smoothing spreads over all classes.", minimum=0, maximum=1
     )
     class_weights: str = flag("none", choices=("none", "balanced", "sqrt"))
-    clip_norm: float = flag(0.0, "Maximum norm of the gradient. 0 disables clipping.", minimum=0)
+    clip_norm: float = flag(0.0, "Maximum gradient norm. 0 disables clipping.", minimum=0)
     step_graph: bool | None = setting(None)
 
 
@@ -91,14 +93,14 @@ class BlurredConv2d(nn.Conv2d):
         super().__init__(width_in, width_out, size, stride, padding, bias=bias)
         line = torch.tensor([0.25, 0.5, 0.25])
         kernel = torch.outer(line, line).repeat(width_in, 1, 1, 1)
-        self.register_buffer("kernel", kernel, persistent=False)  # not part of checkpoints
+        self.register_buffer("kernel", kernel, persistent=False)  # not saved in checkpoints
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(F.conv2d(x, self.kernel, padding=1, groups=self.in_channels))
 
 
 class Block(nn.Module):
-    """Two convolutions and a shortcut: [B, width_in, H, W] -> [B, width_out, H / stride, W / stride]."""
+    """Residual block that maps [B, width_in, H, W] to [B, width_out, H / stride, W / stride]."""
 
     def __init__(self, width_in: int, width_out: int, stride: int, blurpool: bool):
         super().__init__()
@@ -119,9 +121,9 @@ class Block(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """[B, 3, image_size, image_size] -> logits [B, classes]"""
+    """Network that maps images [B, 3, image_size, image_size] to logits [B, classes]."""
 
-    _no_split_modules = ("Block",)  # FSDP wraps each of these modules
+    _no_split_modules = ("Block",)  # FSDP wraps each module of these classes
 
     def __init__(self, width: int, stem: str, classes: int, blurpool: bool = False):
         super().__init__()
@@ -138,7 +140,7 @@ class ResNet18(nn.Module):
             self.stages.append(nn.Sequential(first, second))
         self.head = nn.Linear(8 * width, classes)
         for module in self.modules():
-            if isinstance(module, nn.Conv2d):  # arXiv 1502.01852
+            if isinstance(module, nn.Conv2d):  # initial weights as in arXiv 1502.01852
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -152,7 +154,8 @@ def build_model(recipe: CnnB, classes: int) -> nn.Module:
 
 # --- Data -------------------------------------------------------------------------------------------------
 
-MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of CIFAR-10's training images in [0, 1]
+# Mean and standard deviation of CIFAR-10's training images, with pixels in [0, 1]
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
 def training_batches(
@@ -160,8 +163,9 @@ def training_batches(
 ) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
     """Yield randomly augmented images, their labels and their sample ids.
 
-    Photographs are cropped. If all images have the same small size, they are shifted instead. All images are
-    flipped at random. The shapes are float [b, 3, S, S] in channels_last format, int64 [b] and int64 [b].
+    Photographs are cropped at random. Images are shifted instead if all of them have the same small size. All
+    images are flipped at random. The shapes are float [b, 3, S, S] in channels_last format, int64 [b] and
+    int64 [b].
     """
     for size, part in groupby(plan, lambda item: training_size(recipe, item[0])):
         batches = images.train.batches(
@@ -178,7 +182,7 @@ def training_batches(
 
 
 def training_size(recipe: CnnB, epoch: int) -> int:
-    """Return the image size of an epoch. If sizes ascend, early epochs cost less (arXiv 1906.06423)."""
+    """Return the image size of an epoch. Early epochs cost less if sizes ascend (arXiv 1906.06423)."""
     sizes = recipe.train_sizes or (recipe.image_size,)
     return sizes[epoch * len(sizes) // recipe.epochs]
 
@@ -198,7 +202,10 @@ def build_optimizer(model: nn.Module, recipe: CnnB, fused: bool = False) -> torc
 
 
 def learning_rate(recipe: CnnB, step: int, total_steps: int) -> float:
-    """Return the rate, which rises linearly, then falls to 0 along a cosine (arXiv 1608.03983) or a line."""
+    """Return the learning rate of a step.
+
+    The rate rises linearly, then falls to 0 along a cosine (arXiv 1608.03983) or a line.
+    """
     warmup_steps = int(recipe.warmup * total_steps)
     if step < warmup_steps:
         return recipe.lr * ((step + 1) / warmup_steps)
@@ -215,7 +222,7 @@ def learning_rate(recipe: CnnB, step: int, total_steps: int) -> float:
 def main(recipe: CnnB, accelerator: Accelerator, batch: Batch) -> None:
     with Run(accelerator, recipe, batch) as run:
         images = load(accelerator, recipe)
-        torch.manual_seed(recipe.seed)  # the same initial weights in every process
+        torch.manual_seed(recipe.seed)  # gives every process the same initial weights
         model = build_model(recipe, len(images.classes))
         optimizer = build_optimizer(model, recipe, fused=can_fuse_sgd(accelerator))
         model, optimizer = prepare(accelerator, model, optimizer)
@@ -249,7 +256,7 @@ def main(recipe: CnnB, accelerator: Accelerator, batch: Batch) -> None:
             if run.is_last(step):
                 break
             lr = learning_rate(recipe, step, steps.total)
-            for group in optimizer.param_groups:  # Accelerate's scheduler would step once per process
+            for group in optimizer.param_groups:  # Accelerate's scheduler would advance once per process
                 group["lr"] = lr
             for k in batch.micro_batches(rank):
                 inputs, labels, ids = next(batches)

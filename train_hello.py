@@ -1,13 +1,14 @@
-"""Hello: a small network learns a curve. The smallest complete example, and a smoke test for a cluster.
+"""Train a small network on a curve, as the smallest complete example and a smoke test for a cluster.
 
 Start here if distributed training is new to you. Comments explain what each process does alone, and what the
-processes do together. The other scripts do the same with images.
+processes do together. The other train scripts have the same structure and train on images.
 
     python train_hello.py
     torchrun --standalone --nproc_per_node=2 train_hello.py
     accelerate launch --config_file accelerate_configs/fsdp_4gpu.yaml train_hello.py --hidden_size 256
 
-It takes a few seconds. Loss curves and a plot of the learned function are saved to plots/ in the run folder.
+Training takes a few seconds. Loss curves and a plot of the learned function are saved to plots/ in the run
+folder.
 """
 
 import math
@@ -21,18 +22,18 @@ from onecurve.run.early import check_early
 # --- Recipe -----------------------------------------------------------------------------------------------
 
 
-@check_early  # reports mistakes before the imports below, which take seconds
+@check_early  # reports wrong flags before the imports below, which take seconds
 @dataclass(frozen=True, kw_only=True)
 class Hello(Recipe):
     unit: ClassVar[str] = "points"
-    data: str = flag("generated", "Noisy points of a curve, generated from the seed.", choices=("generated",))
+    data: str = flag("generated", "Noisy points on a curve, generated from the seed.", choices=("generated",))
     data_size: int = flag(4096, "Number of training points.", minimum=1)
     hidden_size: int = flag(64, "Width of the hidden layers.", minimum=1)
-    epochs: int = flag(10, "Passes over the training points.", minimum=1)
-    batch_size: int = flag(64, "Points per optimizer step, over the whole job.", minimum=1)
+    epochs: int = flag(10, "Number of passes over the training points.", minimum=1)
+    batch_size: int = flag(64, "Number of points per optimizer step, over all processes.", minimum=1)
     lr: float = flag(0.01, "Peak learning rate.", minimum=0)
-    clip_norm: float = flag(0.0, "Maximum norm of the gradient. 0 disables clipping.", minimum=0)
-    log_every: int = setting(100, "Optimizer steps between lines of the log.", minimum=1)
+    clip_norm: float = flag(0.0, "Maximum gradient norm. 0 disables clipping.", minimum=0)
+    log_every: int = setting(100, "Number of optimizer steps between log lines.", minimum=1)
 
 
 import numpy as np
@@ -57,7 +58,7 @@ class Block(nn.Sequential):
 
 
 class Net(nn.Module):
-    """[B, 1] -> [B, 1]"""
+    """Network that maps x [B, 1] to y [B, 1]."""
 
     # FSDP and ZeRO-3 store a shard of every weight on each process, and gather a block's weights to run it.
     _no_split_modules = ("Block",)
@@ -79,7 +80,7 @@ def curve(x: Tensor) -> Tensor:
 
 
 def points(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return x in [-2, 2] and y, the noisy curve (standard deviation 0.1), each [count, 1] on the CPU."""
+    """Return x in [-2, 2] and the noisy curve y (standard deviation 0.1), each [count, 1] on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     x = 4 * torch.rand(count, 1, generator=generator) - 2
     return x, curve(x) + 0.1 * torch.randn(count, 1, generator=generator)
@@ -101,9 +102,9 @@ def evaluate(
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=x.device)  # sum of squared errors, number of points
     shares = evaluation_plan(len(x), batch.per_device, batch.processes, accelerator.process_index)
-    for ids, valid in shares:  # the first `valid` points are real, the rest pad the last micro-batch
+    for ids, valid in shares:  # the first `valid` points are real, and the remaining points are padding
         errors = (model(rows(x, ids)).float() - rows(y, ids))[:valid]
-        squares = exact_sum(errors.square())  # bitwise identical on any number of processes
+        squares = exact_sum(errors.square())  # the sum is bitwise identical on any number of processes
         sums += torch.stack([squares, torch.full_like(squares, valid)])
     # An "all-reduce" adds the tensors of all processes and returns the sum to every process.
     squared, count = accelerator.reduce(sums, "sum").tolist()
@@ -138,8 +139,9 @@ def main(recipe: Hello, accelerator: Accelerator, batch: Batch) -> None:
         torch.manual_seed(recipe.seed)
         model: nn.Module = Net(recipe.hidden_size)
         optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr)
-        # Apply the strategy. DDP keeps the whole model on every rank. FSDP and ZeRO shard weights, gradients
-        # or the optimizer's moments over the ranks. The loop below is the same for all strategies.
+        # prepare() applies the strategy. DDP keeps the whole model on every rank. FSDP and ZeRO shard
+        # weights, gradients or the optimizer's moments over the ranks. The loop below is the same for all
+        # strategies.
         model, optimizer = prepare(accelerator, model, optimizer)
 
         samples = Shuffled(recipe.data_size)
@@ -148,9 +150,10 @@ def main(recipe: Hello, accelerator: Accelerator, batch: Batch) -> None:
         # rank its part. Without a checkpoint, the first step is 0.
         steps = run.begin(model, optimizer, steps, data=("generated", ()))
         rank = accelerator.process_index
-        # "Sharding" divides the data: all ranks shuffle the points in the same order, and each rank trains on
-        # a different batch_size / ranks points of a step. If these points do not fit on the device at once,
-        # the rank processes them in micro-batches of per_device_batch_size points ("gradient accumulation").
+        # "Sharding" divides the data. All ranks shuffle the points in the same order. In each step, a rank
+        # trains on batch_size / ranks points that no other rank uses. If these points do not fit on the
+        # device at once, the rank processes them in micro-batches of per_device_batch_size points ("gradient
+        # accumulation").
         plan = iter(steps.plan(samples, batch, rank, recipe.seed))
         for step in range(steps.first, steps.last + 1):
             if run.should_evaluate(step):
@@ -159,7 +162,7 @@ def main(recipe: Hello, accelerator: Accelerator, batch: Batch) -> None:
             if run.is_last(step):
                 break
             lr = learning_rate(recipe, step, steps.total)
-            for group in optimizer.param_groups:  # Accelerate's scheduler would step once per process
+            for group in optimizer.param_groups:  # Accelerate's scheduler would advance once per process
                 group["lr"] = lr
             for k in batch.micro_batches(rank):
                 _, ids = next(plan)
@@ -172,8 +175,8 @@ def main(recipe: Hello, accelerator: Accelerator, batch: Batch) -> None:
                     accelerator.backward(loss)
                     if recipe.clip_norm and accelerator.sync_gradients:
                         accelerator.clip_grad_norm_(model.parameters(), recipe.clip_norm)
-                    # With DDP, all ranks apply the same update, so weights stay equal without being sent.
-                    # With FSDP and ZeRO, each rank updates its shard.
+                    # With DDP, all ranks apply the same update, so the weights stay identical without being
+                    # sent. With FSDP and ZeRO, each rank updates its shard.
                     optimizer.step()
                     optimizer.zero_grad()
                 run.add(loss, ids)
@@ -182,7 +185,7 @@ def main(recipe: Hello, accelerator: Accelerator, batch: Batch) -> None:
         grid = torch.linspace(-2, 2, 201, device=accelerator.device)[:, None]
         with torch.no_grad():
             learned = model(grid).float().cpu()
-        if accelerator.is_main_process:  # one rank writes the file
+        if accelerator.is_main_process:  # only one rank writes the file
             plot(run.folder / "plots" / "fit.png", x.cpu(), y.cpu(), grid.cpu(), learned)
         run.finish("validation")
 
@@ -192,13 +195,13 @@ def plot(path: Path, x: Tensor, y: Tensor, grid: Tensor, learned: Tensor) -> Non
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
-    axes.plot(x[:1000], y[:1000], ".", color="0.8", label="points to learn from")
-    axes.plot(grid, curve(grid), "k--", label="the curve behind them")
-    axes.plot(grid, learned, color="C1", label="learned")
+    axes.plot(x[:1000], y[:1000], ".", color="0.8", label="training points")
+    axes.plot(grid, curve(grid), "k--", label="true curve")
+    axes.plot(grid, learned, color="C1", label="learned curve")
     axes.set(xlabel="x", ylabel="y")
     axes.legend()
     path.parent.mkdir(exist_ok=True)
-    path.unlink(missing_ok=True)  # otherwise a symbolic link would be followed
+    path.unlink(missing_ok=True)  # otherwise savefig would follow a symbolic link
     figure.savefig(path, dpi=110)
 
 

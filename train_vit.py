@@ -1,11 +1,12 @@
-"""Any timm model on CIFAR-10 or a folder of images: ViT-B/32 by default, or ConvNeXt, ResNet, Swin, ...
+"""Train any timm model (ViT-B/32, ConvNeXt, ResNet, Swin, ...) on CIFAR-10 or a folder of images.
 
-The recipe is DeiT's (arXiv 2012.12877, table 9): AdamW with betas (0.9, 0.999), learning rate 5e-4 at batch
-512, weight decay 0.05, warm-up and a cosine schedule, label smoothing 0.1, drop path 0.1, mixup 0.8 and
-cutmix 1.0. This script also clips gradients at 1.0, as in "How to train your ViT" (arXiv 2106.10270), and
-evaluates an EMA of the weights. It trains for 100 epochs instead of 300. The EMA decay is 0.999, which at
-this batch size averages over about 10 epochs of CIFAR-10 instead of 100. The accuracy on a GPU has not been
-measured yet. On one H200 the throughput is 10,546 images/s, or 12,982 when compiled (docs/gpu.md).
+The default model is ViT-B/32. The default recipe follows DeiT (arXiv 2012.12877, table 9) and uses AdamW with
+betas (0.9, 0.999), learning rate 5e-4 at batch 512, weight decay 0.05, warm-up and a cosine schedule, label
+smoothing 0.1, drop path 0.1, mixup 0.8 and cutmix 1.0. This script also clips gradients at 1.0, as in "How to
+train your ViT" (arXiv 2106.10270), and evaluates an EMA of the weights. The script trains for 100 epochs
+instead of DeiT's 300. The EMA decay is 0.999. At this batch size, the EMA averages over about 10 epochs of
+CIFAR-10 instead of 100. The accuracy on a GPU has not been measured yet. On one H200 the throughput is 10,546
+images/s, or 12,982 images/s with a compiled model (docs/gpu.md).
 
     accelerate launch --config_file accelerate_configs/fsdp_4gpu.yaml train_vit.py
     python train_vit.py --config recipes/vit_tiny_digits.yaml
@@ -26,67 +27,75 @@ from onecurve.run.early import check_early
 # --- Recipe -----------------------------------------------------------------------------------------------
 
 
-@check_early  # reports mistakes before the imports below, which take seconds
+@check_early  # reports wrong flags before the imports below, which take seconds
 @dataclass(frozen=True, kw_only=True)
 class Vit(ImageRecipe):
-    epochs: int = flag(100, "Passes over the training images.", minimum=1)
-    batch_size: int = flag(512, "Images per optimizer step, over the whole job.", minimum=1)
+    epochs: int = flag(100, "Number of passes over the training images.", minimum=1)
+    batch_size: int = flag(512, "Number of images per optimizer step, over all processes.", minimum=1)
     lr: float = flag(5e-4, "Peak learning rate.", minimum=0)
-    model: str = flag("vit_base_patch32_224", "Any model of timm.", decides_defaults=True, in_names=2)
+    model: str = flag("vit_base_patch32_224", "Name of a timm model.", decides_defaults=True, in_names=2)
     pretrained: bool = flag(
         False,
-        "Start from the hub's pretrained weights of the model.",
+        "Start from the model's pretrained weights on the hub.",
         initial_weights=True,
         training_only=True,
     )
     weights: str | None = flag(
         None,
-        "Start from these weights: a safetensors file, or the folder of a run, a checkpoint or a hub model.",
+        "Initial weights: a safetensors file, a run folder, a checkpoint folder or a hub model's folder.",
         is_path=True,
         decides_defaults=True,
         initial_weights=True,
         training_only=True,
     )
     freeze: bool = flag(
-        False, "Train only the head, as a linear probe of --pretrained or --weights.", training_only=True
+        False,
+        "Train only the head (linear probe). --freeze requires --pretrained or --weights.",
+        training_only=True,
     )
-    image_size: int = flag(None, "Edge of the square input, in pixels. Default: the model's size.", minimum=1)
+    image_size: int = flag(
+        None, "Edge length of input images, in pixels. Default: the model's size.", minimum=1
+    )
     interpolation: str | None = flag(
         None,
-        "Interpolation for resizing. `legacy` crops like earlier versions. Default: the model's setting.",
+        "Interpolation for resizing. `legacy` crops like earlier versions. Default: the model's method.",
         choices=(*INTERPOLATIONS, LEGACY),
     )
     crop_pct: float | None = flag(
         None,
-        "Edge of the evaluation crop, as a share of the image's edge. Default: the model's setting.",
+        "Edge of the evaluation crop, as a fraction of the image's edge. Default: the model's fraction.",
         minimum=0.1,
         maximum=1,
     )
     crop_mode: str | None = flag(
-        None, "Crop of evaluated images, as in timm. Default: the model's setting.", choices=CROP_MODES
+        None, "Crop mode for evaluation, as in timm. Default: the model's crop mode.", choices=CROP_MODES
     )
-    patch_size: int | None = flag(None, "Edge of a patch, in pixels. Default: the model's size.", minimum=1)
+    patch_size: int | None = flag(
+        None, "Edge length of a patch, in pixels. Default: the model's size.", minimum=1
+    )
     depth: int | None = flag(None, "Number of blocks. Default: the model's depth.", minimum=1)
     drop_path: float = flag(
-        0.1, "Share of residual branches dropped in training.", minimum=0, maximum=0.99, drawn_on_device=True
+        0.1, "Fraction of residual branches to drop at random.", minimum=0, maximum=0.99, drawn_on_device=True
     )
     dropout: float = flag(
-        0.0, "Share of activations dropped in training.", minimum=0, maximum=0.99, drawn_on_device=True
+        0.0, "Fraction of activations to drop at random.", minimum=0, maximum=0.99, drawn_on_device=True
     )
-    mixup: float = flag(0.8, "Alpha of mixup. 0 disables it.", minimum=0)
-    cutmix: float = flag(1.0, "Alpha of cutmix. 0 disables it.", minimum=0)
+    mixup: float = flag(0.8, "Alpha of mixup. 0 disables mixup.", minimum=0)
+    cutmix: float = flag(1.0, "Alpha of cutmix. 0 disables cutmix.", minimum=0)
     crop_scale: tuple[float, float] = flag((0.08, 1.0), maximum=1)
     color_jitter: float = flag(
         0.0,
-        "Maximum relative change of brightness, contrast and saturation. 0 disables it.",
+        "Maximum relative change of brightness, contrast and saturation. 0 disables color jitter.",
         minimum=0,
         maximum=1,
     )
-    randaug_layers: int = flag(0, "RandAugment operations per image. 0 disables it.", minimum=0, maximum=4)
-    randaug_magnitude: float = flag(10.0, "Strength of RandAugment. 10 is strong.", minimum=0, maximum=30)
-    random_erasing: float = flag(0.0, "Share of images in which a box is erased.", minimum=0, maximum=1)
+    randaug_layers: int = flag(
+        0, "RandAugment operations per image. 0 disables RandAugment.", minimum=0, maximum=4
+    )
+    randaug_magnitude: float = flag(10.0, "Magnitude of RandAugment. 10 is strong.", minimum=0, maximum=30)
+    random_erasing: float = flag(0.0, "Fraction of images in which a box is erased.", minimum=0, maximum=1)
     label_smoothing: float = flag(
-        0.1, "Probability assigned to wrong classes in training.", minimum=0, maximum=1
+        0.1, "Probability that label smoothing spreads over all classes.", minimum=0, maximum=1
     )
     class_weights: str = flag("none", choices=("none", "balanced", "sqrt"))
     optimizer: str = flag(
@@ -94,18 +103,21 @@ class Vit(ImageRecipe):
     )
     weight_decay: float = flag(0.05, "Weight decay, applied to matrices only.", minimum=0)
     layer_decay: float = flag(
-        1.0, "Ratio of a block's learning rate to the next block's. 1 disables it.", minimum=0, maximum=1
+        1.0,
+        "Ratio of a block's learning rate to the next block's rate. 1 disables layer decay.",
+        minimum=0,
+        maximum=1,
     )
-    warmup: float = flag(0.05, "Share of all steps in which the learning rate rises.", minimum=0, maximum=1)
+    warmup: float = flag(0.05, "Fraction of steps in which the learning rate rises.", minimum=0, maximum=1)
     schedule: str = flag(
         "cosine",
         "Learning-rate schedule after warm-up. `step` divides the rate by 10 after each third of training.",
         choices=("cosine", "linear", "constant", "step"),
     )
-    clip_norm: float = flag(1.0, "Maximum norm of the gradient. 0 disables clipping.", minimum=0)
+    clip_norm: float = flag(1.0, "Maximum gradient norm. 0 disables clipping.", minimum=0)
     ema_decay: float = flag(
         0.999,
-        "EMA decay of the weights. The averaged weights are evaluated and saved. 0 disables it.",
+        "Decay of the EMA of the weights. The averaged weights are evaluated and saved. 0 disables the EMA.",
         minimum=0,
         maximum=0.999999,
     )
@@ -115,7 +127,9 @@ class Vit(ImageRecipe):
         super().__post_init__()
         object.__setattr__(self, "model", timm_name(self.model))
         if self.freeze and not (self.pretrained or self.weights):
-            raise ValueError("--freeze trains the head alone: give the rest by --pretrained or --weights")
+            raise ValueError(
+                "--freeze trains only the head. Pass --pretrained or --weights for the other layers."
+            )
 
     def resolved(self) -> "Vit":
         if self.image_size is not None:
@@ -157,16 +171,16 @@ def build_model(recipe: Vit, classes: int, names: tuple[str, ...] = ()) -> nn.Mo
     """Build a model that maps images [B, 3, image_size, image_size] to logits [B, classes].
 
     Args:
-        recipe: the recipe.
-        classes: number of classes.
-        names: class names, which select the rows of the head in --weights.
+        recipe: Recipe of the training run.
+        classes: Number of classes.
+        names: Class names, which select the rows of the head in --weights.
 
     Raises:
-        ValueError: timm can't build the model.
+        ValueError: If timm can't build the model.
     """
-    import timm  # takes seconds, so the script's first lines are printed before
+    import timm  # takes seconds, so the script first prints its first lines
 
-    registered(recipe.model)  # refuses an unknown model
+    registered(recipe.model)  # raises an error for an unknown model
     recipe = recipe.resolved()
     options: dict[str, Any] = {"drop_path_rate": recipe.drop_path, "drop_rate": recipe.dropout}
     sizes = {"patch_size": recipe.patch_size, "depth": recipe.depth}
@@ -199,8 +213,9 @@ def training_batches(
 ) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
     """Yield randomly augmented images, their labels and their sample ids.
 
-    Photographs are cropped. If all images have the same small size, they are shifted instead. All images are
-    flipped and augmented. The shapes are float [b, 3, S, S] in channels_last format, int64 [b] and int64 [b].
+    Photographs are cropped at random. Images are shifted instead if all of them have the same small size. All
+    images are flipped and augmented. The shapes are float [b, 3, S, S] in channels_last format, int64 [b] and
+    int64 [b].
     """
     mean, std, crop = preprocessing
     size, seed, workers = recipe.image_size, recipe.seed, recipe.workers
@@ -233,8 +248,8 @@ def training_batches(
 
 def build_optimizer(model: nn.Module, recipe: Vit) -> torch.optim.Optimizer:
     # Weight decay would pull biases, norms and position embeddings to zero without making the model simpler.
-    excluded: set[str] = getattr(model, "no_weight_decay", set)()  # names chosen by timm
-    if recipe.layer_decay < 1:  # as in BEiT (arXiv 2106.08254); each group gets an `lr_scale`
+    excluded: set[str] = getattr(model, "no_weight_decay", set)()  # parameter names from timm
+    if recipe.layer_decay < 1:  # as in BEiT (arXiv 2106.08254), with an `lr_scale` per group
         from timm.optim import param_groups_layer_decay
 
         groups = param_groups_layer_decay(
@@ -252,7 +267,10 @@ def build_optimizer(model: nn.Module, recipe: Vit) -> torch.optim.Optimizer:
 
 
 def learning_rate(recipe: Vit, step: int, total_steps: int) -> float:
-    """Return the rate of a step, which rises linearly, then follows --schedule (cosine: arXiv 1608.03983)."""
+    """Return the learning rate of a step.
+
+    The rate rises linearly, then follows --schedule (cosine: arXiv 1608.03983).
+    """
     warmup_steps = int(recipe.warmup * total_steps)
     if step < warmup_steps:
         return recipe.lr * ((step + 1) / warmup_steps)
@@ -273,7 +291,7 @@ def learning_rate(recipe: Vit, step: int, total_steps: int) -> float:
 def main(recipe: Vit, accelerator: Accelerator, batch: Batch) -> None:
     with Run(accelerator, recipe, batch) as run:
         images = load(accelerator, recipe)
-        torch.manual_seed(recipe.seed)  # the same initial weights in every process
+        torch.manual_seed(recipe.seed)  # gives every process the same initial weights
         model = build_model(recipe, len(images.classes), images.classes)
         preprocessing = data_config_of(model, recipe)
         optimizer = build_optimizer(model, recipe)
@@ -281,7 +299,9 @@ def main(recipe: Vit, accelerator: Accelerator, batch: Batch) -> None:
         ema = EMA(model, optimizer, recipe.ema_decay) if recipe.ema_decay else None
         mix = augment.mixer(recipe.mixup, recipe.cutmix, len(images.classes), input_dtype(accelerator))
         if mix and batch.per_device == 1:
-            accelerator.print("--mixup and --cutmix have no effect: each micro-batch is one image")
+            accelerator.print(
+                "--mixup and --cutmix have no effect, because each micro-batch contains one image"
+            )
 
         steps = Steps.of(images.train, batch, recipe)
         data = images.identity
@@ -328,7 +348,7 @@ def main(recipe: Vit, accelerator: Accelerator, batch: Batch) -> None:
             if run.is_last(step):
                 break
             lr = learning_rate(recipe, step, steps.total)
-            for group in optimizer.param_groups:  # Accelerate's scheduler would step once per process
+            for group in optimizer.param_groups:  # Accelerate's scheduler would advance once per process
                 group["lr"] = lr * group.get("lr_scale", 1.0)
             for k in batch.micro_batches(rank):
                 inputs, labels, ids = next(batches)

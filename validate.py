@@ -5,17 +5,18 @@
     accelerate launch --config_file accelerate_configs/ddp_4gpu.yaml validate.py s3://bucket/prefix
     python validate.py vit.safetensors --script train_vit.py --model vit_tiny_patch16_224 --data cifar10
 
-MODEL is a run's folder or S3 prefix, a checkpoint's folder, a folder written by export.py, or a .safetensors
-file. For a run, the best checkpoint is used, or the latest with --which latest. The files are verified before
-use, and nothing is unpickled. The manifest names the script that trained the model. The command also accepts
-flags of this script, for example --data or --image_size, and changes the recipe accordingly. If the data
-differs from the training data, classes are matched by name (docs/models.md). If the checkpoint contains
-averaged weights (EMA), these are evaluated, as during training.
+MODEL is a run folder, the S3 prefix of a run, a checkpoint folder, a folder written by export.py, or a
+.safetensors file. For a run, the command loads the best checkpoint, or the latest checkpoint with --which
+latest. All files are verified before they are used, and nothing is unpickled. The checkpoint's manifest
+specifies the train script. Train script flags, for example --data or --image_size, are also accepted and
+override the recipe. If the data differs from the training data, classes are matched by name (docs/models.md).
+If the checkpoint contains averaged weights (EMA), the command evaluates the averaged weights, as training
+does.
 
-Each process evaluates its share of the images with the whole model on its device. Inference needs no
+Each process loads the whole model on its device and evaluates a share of the images. Inference needs no
 sharding, so the launcher's strategy does not change the results. Only the main process reads the checkpoint
 and writes files, so no shared folder is needed. The main process prints the metrics and writes report.json,
-predictions.csv, confusion.png, and worst.png, which shows the model's most confident mistakes.
+predictions.csv, confusion.png and worst.png. The image worst.png shows the model's most confident mistakes.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ from typing import ClassVar
 from onecurve.system.cli import say_loading
 
 if __name__ == "__main__":
-    say_loading()  # before the imports below, which take seconds
+    say_loading()  # must run before the imports below, which take seconds
 
 import numpy as np
 import torch
@@ -62,16 +63,18 @@ from tools.inference.report import TOP, Rows
 
 @dataclass(frozen=True, kw_only=True)
 class Validation(Inference):
-    """Flags of validate.py. All other flags belong to the script that trained the model."""
+    """Command-line flags of validate.py. All other flags belong to the script that trained the model."""
 
     usage: ClassVar[str] = "%(prog)s MODEL [flags] [flags of the train script]"
-    help_group = ("evaluation", "Evaluated images and classes. Flags of the train script are also accepted.")
-    checkpoint: str | None = setting(None, "Alternative to MODEL as the first argument.", metavar="PATH")
+    help_group = ("evaluation", "Images and classes to evaluate. Train script flags are also accepted.")
+    checkpoint: str | None = setting(
+        None, "The model, as an alternative to the argument MODEL.", metavar="PATH"
+    )
     split: str | None = setting(None, choices=("val", "test", "train"))
     data: str | None = setting(
         None,
-        "Data to evaluate on, in any form that the train script accepts. The run's `--holdout` is not applied"
-        " to other data. Default: the run's data.",
+        "Data to evaluate on, in any form that the train script accepts. For different data, the run's"
+        " `--holdout` is ignored. Default: the run's data.",
         metavar="NAME|PATH",
     )
     only_its_classes: bool = setting(False, "Predict only classes that have images in the split.")
@@ -81,7 +84,9 @@ class Validation(Inference):
 
     def __post_init__(self) -> None:
         if not self.checkpoint:
-            raise ValueError("MODEL is missing. Give it first: validate.py runs/train_cnn_a/NAME")
+            raise ValueError(
+                "MODEL is missing. Pass MODEL as the first argument: validate.py runs/train_cnn_a/NAME"
+            )
 
 
 def main() -> None:
@@ -109,7 +114,8 @@ def main() -> None:
         rows, images_per_s = predict(accelerator, model, split, recipe, batch, preprocessing, left_out)
 
         def report() -> None:
-            positions, rows["id"] = rows["id"], split.part.stored(rows["id"])  # both ascend
+            # The positions and the stored ids are both in ascending order.
+            positions, rows["id"] = rows["id"], split.part.stored(rows["id"])
             summary = {
                 "checkpoint": trained.name,
                 "data": recipe.data,
@@ -146,7 +152,7 @@ def main() -> None:
 
 
 def parse_flags(words: list[str]) -> tuple[Validation, list[str]]:
-    """Return the flags of validate.py and the words for the train script.
+    """Return validate.py's flags and the command-line words for the train script.
 
     A flag that validate.py and the train script both accept, for example --data, is passed to both.
     """
@@ -161,7 +167,7 @@ def parse_flags(words: list[str]) -> tuple[Validation, list[str]]:
     own, for_script = list[str](), list[str]()
     is_own, is_for_script = False, True
     for word in words:
-        if word.startswith("--"):  # the values of a flag follow it
+        if word.startswith("--"):  # the following words are the flag's values
             name = underscores(word)[2:].partition("=")[0]
             is_own = name in own_flags or name == "help"
             is_for_script = name not in own_flags or name in script_flags
@@ -175,15 +181,15 @@ def for_its_data(
 ) -> TrainedModel:
     """Adapt the model's recipe to --data.
 
-    Data that differs from the training data is used without the run's --holdout, and its reports go outside
-    the run's folder.
+    For data that differs from the training data, ignore the run's --holdout and write the reports outside the
+    run folder.
     """
     recipe, has_holdout = trained.recipe, any(word.startswith(("--holdout", "--fold")) for word in words)
     if not flags.data or recipe is None or flags.data == recipe.get("data") or has_holdout:
         return trained
     if recipe.get("holdout"):
-        advice = f"Give it if {flags.data} is a copy of {recipe.get('data')}."
-        accelerator.print(f"The training's --holdout {recipe['holdout']} is not applied. {advice}")
+        advice = f"Pass --holdout if {flags.data} is a copy of {recipe.get('data')}."
+        accelerator.print(f"The training run's --holdout {recipe['holdout']} is ignored. {advice}")
     reports = f"validation/{trained.run_name}/{Path(flags.data).name}"
     return dataclasses.replace(trained, recipe=recipe | {"holdout": None}, reports=reports)
 
@@ -191,14 +197,17 @@ def for_its_data(
 def script_and_recipe(
     accelerator: Accelerator, flags: Validation, trained: TrainedModel, words: list[str]
 ) -> tuple[ModuleType, ImageRecipe]:
-    """Return the script that trained the model, and the recipe with the user's changes. Collective."""
+    """Return the script that trained the model, and the recipe with the user's flags applied.
+
+    All processes must call this function.
+    """
     if trained.recipe is None and (flags.script is None or flags.data is None):
         raise ValueError(
-            f"{trained.name} is a single file without a recipe. Give the model's timm name and the data:"
-            " --model NAME --data FOLDER. Add --script for a model of another script."
+            f"{trained.name} is a single file without a recipe. Pass the model's timm name and the data:"
+            " --model NAME --data FOLDER. Add --script for a model from a different train script."
         )
     if trained.published and flags.data is None:
-        raise ValueError(f"{trained.name} does not name its data. Give it: --data FOLDER")
+        raise ValueError(f"{trained.name} does not specify its data. Pass --data FOLDER")
     if flags.model and flags.script:
         words = [*words, f"--model={flags.model}"]
     script, recipe, path = open_script(trained, flags.script, words)
@@ -208,19 +217,20 @@ def script_and_recipe(
 
 
 def chosen_split(images: Images, name: str | None) -> tuple[str, Split]:
-    """Return the split that --split names, or the default. Raise ValueError if the test split is missing."""
+    """Return the name and the images of the split to evaluate. Raise ValueError for a missing test split."""
     splits = {"test": images.test, "val": images.val, "train": images.train}
     default = "test" if images.test else "train" if images.val is images.train else "val"
     split = splits[name := name or default]
     if split is None:
         raise ValueError(
-            f"--split test: there is no second held-out split. --split val is {images.val_name}."
+            "--split test is not available, because the data has no second held-out split."
+            f" Pass --split val to evaluate {images.val_name}."
         )
     return name, split
 
 
 def unused_classes(split: Split, match: ClassMatch) -> list[int]:
-    """Return the labels of the model that no image in the split has, in ascending order."""
+    """Return the model's labels that do not occur in the split, in ascending order."""
     return sorted(set(range(len(match.model))) - set(split.labels.tolist()))
 
 
@@ -234,7 +244,7 @@ def class_notes(
     if flags.only_its_classes:
         yield f"The accuracy covers the {count - len(left_out):,} of {count:,} classes that have images."
     elif match.absent:
-        yield f"The accuracy covers all {count:,} classes. --only_its_classes leaves out absent classes."
+        yield f"The accuracy covers all {count:,} classes. Add --only_its_classes to exclude absent classes."
 
 
 # --- Predictions
@@ -249,20 +259,21 @@ def predict(
     preprocessing: DataConfig,
     left_out: list[int],
 ) -> tuple[Rows, float]:
-    """Predict the split. Collective.
+    """Predict the classes of all images in a split. All processes must call this function.
 
     Args:
-        left_out: labels that are never predicted.
+        left_out: Labels that are never predicted.
 
     Returns:
-        One row per image, sorted by id and identical on all processes; and images/s including decoding.
-        Gathering the rows transfers 80 bytes per image for any number of classes, because logits stay local.
+        A tuple of the rows and the throughput. There is one row per image, sorted by id. All processes return
+        the same rows. The throughput in images/s includes decoding. Gathering the rows transfers 80 bytes per
+        image for any number of classes, because logits stay local.
     """
     (mean, std, crop), parts = preprocessing, list[dict[str, Tensor]]()
     began = time.perf_counter()
-    autocast_forward(accelerator, model)  # as in training, images are prepared outside autocast
+    autocast_forward(accelerator, model)  # images are prepared outside autocast, as in training
     for part in predictions(accelerator, model, split, recipe, batch, mean, std, teller(accelerator), crop):
-        if left_out:  # as in the ImageNet-R paper (arXiv 2006.16241)
+        if left_out:  # follows the ImageNet-R paper (arXiv 2006.16241)
             part.logits[:, left_out] = -torch.inf
         probability, predicted = part.logits.softmax(1).max(1)
         columns = {
@@ -285,13 +296,15 @@ def predict(
 
 
 def check(rows: Rows, ids: np.ndarray) -> None:
-    """Check that every image was counted exactly once. Raise ValueError if a loss is not finite."""
-    assert np.isin(rows["id"], ids).all(), "counted an image that is not evaluated"
+    """Check that every image was evaluated exactly once. Raise ValueError if a loss is not finite."""
+    assert np.isin(rows["id"], ids).all(), "evaluated an image that is not in the split"
     times = np.bincount(np.searchsorted(ids, rows["id"]), minlength=len(ids))
     is_wrong = times != 1
-    assert not is_wrong.any(), f"image {ids[is_wrong][0]} was counted {times[is_wrong][0]} times"
+    assert not is_wrong.any(), f"image {ids[is_wrong][0]} was evaluated {times[is_wrong][0]} times"
     if count := (~np.isfinite(rows["loss"])).sum():
-        raise ValueError(f"the loss of {count:,} of {len(ids):,} images is not finite: the model diverged")
+        raise ValueError(
+            f"the loss is not finite for {count:,} of {len(ids):,} images, because the model diverged"
+        )
 
 
 def teller(accelerator: Accelerator) -> Callable[[str], None]:

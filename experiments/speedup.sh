@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Trains a CNN on 1, 2 and 4 processes with the same batch size. Writes a page per run and a comparison.
+# Trains a CNN on 1, 2 and 4 processes with the same batch size. Then writes a page per run and a comparison of the runs.
 #
-#   DATA=/data/cifar10 experiments/speedup.sh     a rehearsal with CNN-A
-#   SIZE=full experiments/speedup.sh     ResNet-18 on 1, 2 and 4 GPUs; not yet measured on GPUs
-#   CONFIGS="single_gpu ddp_2gpu ddp_2x2gpu" SIZE=full experiments/speedup.sh     also on two hosts with 2 GPUs each
-#   experiments/speedup.sh --seeds 5     five runs of each training, with the seeds 0 to 4; the same command resumes
+#   DATA=/data/cifar10 experiments/speedup.sh     rehearses with CNN-A
+#   SIZE=full experiments/speedup.sh     trains ResNet-18 on 1, 2 and 4 GPUs (not yet measured on GPUs)
+#   CONFIGS="single_gpu ddp_2gpu ddp_2x2gpu" SIZE=full experiments/speedup.sh     also trains on two hosts with 2 GPUs each
+#   experiments/speedup.sh --seeds 5     trains five times, with the seeds 0 to 4 (the same command resumes)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . experiments/steps.sh

@@ -1,28 +1,28 @@
-# Steps of an experiment. The scripts in this folder source this file.
+# Functions that run the steps of an experiment. The scripts in this folder source this file.
 #
-# Each step prints its command before it runs. The first failing step ends the experiment, and the next start continues
-# with that step. A step is done if its product exists and FOLDER/steps/ records the same command. An interrupted training
-# resumes from its checkpoint.
+# Each step prints its command before it runs. The first step that fails ends the experiment, and the next start of the
+# experiment continues with the failed step. A step is skipped if its product exists and FOLDER/steps/ records the same
+# command. An interrupted training run resumes from its checkpoint.
 #
-#   SIZE=rehearsal   a small experiment on the CPUs of this machine; SIZE=full is for GPUs
-#   DATA=cifar10     value of the train scripts' --data
-#   HOSTFILE=hostfile   file of the hosts, for SIZE=full; as shipped only this machine. Start on its first host
-#   S3_PREFIX=       s3://bucket/prefix, which receives the checkpoints of each run
-#   FOLDER=          folder of the runs, by default runs/experiment_<name>/<size>. Different data or flags need a different folder
-#   LOGBOOK=         folder of the pages, by default logbook.py's
-#   SEEDS=1          number of runs of each training, one after another, with the seeds 0, 1, ...; or --seeds N
-#   FOLDS=           number of runs of each training, one after another, each with different held-out images; or --folds N
-#   DRY_RUN=         1 prints the commands without running them
-#   PYTHON=python    interpreter of all steps
+#   SIZE=rehearsal   size of the experiment: `rehearsal` is small and runs on this machine's CPUs, `full` runs on GPUs
+#   DATA=cifar10     data set, which is passed to the train scripts as --data
+#   HOSTFILE=hostfile   hostfile for SIZE=full, by default with only this machine. Start the experiment on its first host
+#   S3_PREFIX=       s3://bucket/prefix to which the checkpoints of each run are uploaded
+#   FOLDER=          folder for the runs, by default runs/experiment_<name>/<size>. Use a new folder for different data or flags
+#   LOGBOOK=         folder for the pages, by default the default folder of logbook.py
+#   SEEDS=1          number of seeds (0, 1, ...) with which each training command runs, also set by --seeds N
+#   FOLDS=           number of folds, each with different held-out images, also set by --folds N
+#   DRY_RUN=         1 to print the commands without running them
+#   PYTHON=python    Python interpreter for all steps
 
 refuse() {
     echo "error: $1" >&2
     exit 2
 }
 
-# check_seeds NUMBER FLAG
+# check_seeds NUMBER FLAG ends the script with an error unless NUMBER is a positive integer.
 check_seeds() {
-    [[ $1 =~ ^[1-9][0-9]*$ ]] || refuse "$2${1:-nothing} is not a number of runs. Give a number, for example 5"
+    [[ $1 =~ ^[1-9][0-9]*$ ]] || refuse "$2${1:-nothing} is not a number of runs. Pass a positive number, for example 5"
 }
 
 while [ $# -gt 0 ]; do # the flags of the script that sources this file
@@ -57,11 +57,12 @@ full) ;;
 *) refuse "SIZE=$SIZE is neither rehearsal nor full" ;;
 esac
 
-TOLD= # set by a stop, even before the step's process exists. The process saves; Ctrl-C reaches it directly
+TOLD= # set by a signal, even before the step's process exists. The process saves a checkpoint. Ctrl-C reaches the process directly
 trap 'TOLD=1; kill -TERM ${!:-} 2>/dev/null || :' TERM
 trap TOLD=1 INT
 
-# step NAME PRODUCT WORDS...: runs `python WORDS`. PRODUCT is a file; "" repeats the step at every start.
+# step NAME PRODUCT WORDS... runs `python WORDS`. PRODUCT is the file that the step writes. If PRODUCT is "", the step
+# runs at every start.
 step() {
     local name=$1 product=$2 written status=0
     shift 2
@@ -76,7 +77,7 @@ step() {
     mkdir -p "$FOLDER/steps"
     env --default-signal=INT "$PYTHON" "$@" & # bash makes background processes ignore Ctrl-C
     [ -z "$TOLD" ] || kill -TERM $!
-    while kill -0 $! 2>/dev/null; do wait $! || :; done # a signal ends the wait, not the step
+    while kill -0 $! 2>/dev/null; do wait $! || :; done # a signal ends `wait`, but not the step
     wait $! || status=$?
     if [ $status != 0 ]; then
         echo "error: $name failed with exit status $status. The same command resumes with this step" >&2
@@ -90,8 +91,9 @@ is_done() {
     [[ $1 != */result.json ]] || { grep -q '"status": "finished"' "$1" && ! grep -q '"uploaded": false' "$1"; }
 }
 
-# train NAME CONFIG SCRIPT FLAGS...: trains in FOLDER/NAME, with launch.py if the config has several hosts. Trains further
-# seeds in FOLDER/NAME_seed1, ..., and folds in FOLDER/NAME_fold1, ..., with the predictions of their last weights.
+# train NAME CONFIG SCRIPT FLAGS... trains in FOLDER/NAME, with launch.py if CONFIG is for several hosts. Additional seeds
+# are trained in FOLDER/NAME_seed1 and so on. Folds are trained in FOLDER/NAME_fold1 and so on, and the last weights of
+# each fold predict the held-out images.
 train() {
     local seed fold name report
     for ((seed = 0; seed < SEEDS; seed++)); do
@@ -122,11 +124,11 @@ hosts_of() {
     case $1 in *_2x*) echo "--hostfile $HOSTFILE" ;; esac
 }
 
-# pages [FLAGS OF THE COMPARISON...]: writes a page of each run, and a comparison.
+# pages [FLAGS...] writes a page for each run, and a comparison. FLAGS are flags of `logbook.py compare`.
 pages() {
     local where=(${LOGBOOK:+"--folder=$LOGBOOK"})
     step pages "" logbook.py add "${RUNS[@]}" "${where[@]}"
-    if [ -n "$FOLDS" ] && [ -z "$DRY_RUN" ]; then # joins the predictions of all runs, with the run's name before each line
+    if [ -n "$FOLDS" ] && [ -z "$DRY_RUN" ]; then # joins the predictions of all runs, and puts the run's name before each line
         awk -v folder="$FOLDER/" 'FNR == 1 { run = substr(FILENAME, length(folder) + 1); sub("/.*", "", run) }
             NR == 1 { print "run," $0 } FNR > 1 { print run "," $0 }' "${PREDICTIONS[@]}" >"$FOLDER/predictions.csv"
         echo "$FOLDER/predictions.csv"

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Trains a Vision Transformer with FSDP on 4 GPUs, and with DDP on 2 hosts of 4 GPUs each. Finds the largest batch, trains,
-# computes all metrics of the best checkpoint on the test split, writes a page for each run, and compares the runs. A tenth
-# of the training images selects the best checkpoint.
+# Trains a Vision Transformer with FSDP on 4 GPUs, and with DDP on 2 hosts with 4 GPUs each. For each strategy, the script
+# finds the largest batch, trains, computes all metrics of the best checkpoint on the test split, and writes a page. Then
+# the script compares the runs. The best checkpoint is selected on a tenth of the training images.
 #
-#   DATA=/data/cifar10 experiments/vit.sh      a rehearsal: FSDP on 2 processes, DDP on 4
-#   SIZE=full HOSTFILE=~/hostfile S3_PREFIX=s3://bucket/vit experiments/vit.sh      not yet measured on GPUs
-#   experiments/vit.sh --seeds 5      five runs of each training, with the seeds 0 to 4; the same command resumes
+#   DATA=/data/cifar10 experiments/vit.sh      rehearses with FSDP on 2 processes and DDP on 4 processes
+#   SIZE=full HOSTFILE=~/hostfile S3_PREFIX=s3://bucket/vit experiments/vit.sh      trains on GPUs (not yet measured)
+#   experiments/vit.sh --seeds 5      trains five times, with the seeds 0 to 4 (the same command resumes)
 #
-#   RECIPE=recipes/vit_b32_cifar10_finetune.yaml   with SIZE=full; recipes/vit_b32_cifar10_scratch.yaml trains from random weights
-#   BATCH=512        images per step of both strategies (64 in a rehearsal). BATCH=largest multiplies the result of each
-#                    strategy's search by its number of processes. The learning rate stays the recipe's
+#   RECIPE=recipes/vit_b32_cifar10_finetune.yaml   recipe for SIZE=full. vit_b32_cifar10_scratch.yaml trains from random weights
+#   BATCH=512        number of images per step, for both strategies (64 in a rehearsal). BATCH=largest multiplies each
+#                    strategy's search result by the number of processes. The learning rate does not change
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . experiments/steps.sh
@@ -28,12 +28,12 @@ script+=("--data=$DATA")
 holdout=(--holdout=0.1)
 batch=${BATCH:-$default}
 
-# choose_sizes SEARCH PROCESSES: sets `sizes`, the flags of a training. --batch_size is the number of images of a step.
-# --per_device_batch_size is the largest divisor of a process's share that fits according to the SEARCH. With BATCH=largest
-# it is the whole share.
+# choose_sizes SEARCH PROCESSES sets the array `sizes`, which contains two flags for the train script. --batch_size is the
+# number of images per step. --per_device_batch_size is the largest divisor of a process's share that fits into memory
+# according to the file SEARCH. With BATCH=largest, --per_device_batch_size is the whole share.
 choose_sizes() {
     local size share total=$batch
-    if [ ! -f "$1" ]; then # in a dry run
+    if [ ! -f "$1" ]; then # the file is missing in a dry run
         sizes=("--batch_size=$batch" "--per_device_batch_size=<answer of ${1##*/}>")
         return
     fi

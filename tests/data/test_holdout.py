@@ -121,7 +121,7 @@ def test_data_with_its_own_held_out_split(form, tmp_path):
     assert whole.source != images.source
     assert validate.chosen_split(images, None) == ("test", images.test)
     assert validate.chosen_split(whole, None) == ("val", whole.val)
-    with pytest.raises(ValueError, match="--split test: there is no second held-out split"):
+    with pytest.raises(ValueError, match="--split test is not available"):
         validate.chosen_split(whole, "test")
 
 
@@ -181,7 +181,7 @@ def test_other_data_is_evaluated_whole(finished, cache, tmp_path):
     """
     data = put(tmp_path / "other", *(f"{c}/{k}.png" for c in range(10) for k in range(2)))
     command = [*python(), ROOT / "validate.py", finished, "--data", data, "--mixed_precision", "no", *cache]
-    assert "The training's --holdout 0.2 is not applied" in run(command, cwd=tmp_path)
+    assert "The training run's --holdout 0.2 is ignored" in run(command, cwd=tmp_path)
     report = read_json(tmp_path / f"validation/run/other/train_{result(finished)['best_step']}/report.json")
     assert (report["images"], report["split"]) == (20, "train")
     run([*command, "--holdout", "0.5", "--split", "val", "--output_dir", "half"], cwd=tmp_path)

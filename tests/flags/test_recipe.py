@@ -130,7 +130,7 @@ def test_a_config_file_sets_defaults_and_flags_win(name, tmp_path):
 def test_wrong_flags(words, message, capsys):
     assert message in refusal(words, capsys)
     # CNN-A's recipe defines additional checks of --widths.
-    assert "--widths 4,8: at least three, as" in refusal(["--widths", "4,8"], capsys, CnnA)
+    assert "--widths 4,8 must list at least three widths" in refusal(["--widths", "4,8"], capsys, CnnA)
     two_folds = ["--holdout", "0.2", "--fold", "2/5"]
     assert f"--holdout and --fold {TWICE}" in refusal(two_folds, capsys, CnnA)
     assert "8 is too small for --no_padding" in refusal(["--no_padding", "--image_size=8"], capsys, CnnA)

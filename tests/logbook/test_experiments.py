@@ -132,7 +132,7 @@ def test_folds_replace_the_held_out_tenth(tmp_path):
     assert not any("--holdout" in command for command in trainings)
 
 
-NUMBER = "is not a number of runs. Give a number, for example 5"
+NUMBER = "is not a number of runs. Pass a positive number, for example 5"
 FLAGS = "The flags are --seeds N and --folds N. experiments/steps.sh lists the variables"
 
 

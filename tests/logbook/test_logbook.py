@@ -233,15 +233,21 @@ def test_a_start_that_only_ended_the_run_is_not_its_setting(tmp_path):
     assert history.resume_verdict(record) == ""
 
 
-UNCHANGED = "the training is unchanged up to rounding."
+ROUNDING = "the restarts changed the training only by rounding."
 VERDICTS = {
     "one start": ([{}], ""),
     "steps of one start": ([{}, {"strategy": "fsdp"}], ""),
-    "another strategy": ([{}, {"step": 3, "strategy": "fsdp"}], f"The recipe did not change, so {UNCHANGED}"),
+    "another strategy": ([{}, {"step": 3, "strategy": "fsdp"}], f"The recipe did not change, so {ROUNDING}"),
     "recipe": ([{}, {"step": 3, "changed": {"lr": [1, 2]}}], "The recipe changed. Step 3: lr was 1, now 2."),
-    "micro-batch": ([{}, {"step": 3, **ONE}], "but the number of images per forward pass did. BatchNorm, "),
-    "commit": ([{}, {"step": 3, "git_commit": "abd"}], "The recipe did not change, but the commit did. "),
-    "earlier version": ([{"step": None}, {"step": 3}], "It is not recorded whether all steps were trained"),
+    "micro-batch": (
+        [{}, {"step": 3, **ONE}],
+        "but the number of images per forward pass changed. BatchNorm, ",
+    ),
+    "commit": ([{}, {"step": 3, "git_commit": "abd"}], "The recipe did not change, but the commit changed. "),
+    "earlier version": (
+        [{"step": None}, {"step": 3}],
+        "The run does not record whether all steps were trained",
+    ),
 }
 
 
@@ -256,7 +262,7 @@ def test_unchanged_is_stated_only_if_it_is_known(name, tmp_path):
     verdict = history.resume_verdict(RunRecord(folder))
     assert sentence in verdict
     assert bool(sentence) == bool(verdict)
-    assert ("unchanged" in verdict) == (UNCHANGED in sentence or name == "micro-batch")
+    assert ("only by rounding" in verdict) == (ROUNDING in sentence or name == "micro-batch")
     assert verdict in run_page(RunRecord(folder), "run", [])
 
 
@@ -438,7 +444,7 @@ def test_only_a_web_address_becomes_a_link(url, tmp_path):
 def test_a_folder_that_is_no_run_is_named_and_nothing_is_written(book, tmp_path):
     status, output, errors = book("add", write_run(tmp_path / "run"), tmp_path)
     assert (status, output, errors.count("\n")) == (1, "", 1)
-    assert errors.startswith(f"error: {tmp_path} is not the folder of a run")
+    assert errors.startswith(f"error: {tmp_path} is not a run folder")
     assert not (tmp_path / "book").exists()
 
 
@@ -528,9 +534,9 @@ def test_columns_are_named_by_what_differs(tmp_path):
         (
             [300, 1000] * 10,
             23.6,
-            ["The throughput of single x 1 varied by ", "the first run was slowed down"],
+            ["The throughput of single x 1 varied by ", "The first run was slowed down"],
         ),
-        ([1000] * 20, 23.6, ["the first run may have been slow"]),
+        ([1000] * 20, 23.6, ["The first run may have been slow"]),
         ([10, *[1000] * 20], 8.0, []),  # Speeds whose first log line includes the warm-up
         ([100, 1000] * 3, 8.0, []),  # Too few log lines to judge the speeds
     ],
@@ -576,10 +582,13 @@ def test_the_largest_batch_belongs_to_the_same_model_and_strategy(book, tmp_path
 
 def test_a_comparison_that_makes_no_sense_is_refused(book, tmp_path, capsys):
     folder, file = write_run(tmp_path / "run"), tmp_path / "search.json"
-    assert book("compare", folder)[::2] == (1, "error: a comparison needs two or more runs\n")
+    assert book("compare", folder)[::2] == (
+        1,
+        "error: a comparison needs at least two runs. Pass more run folders.\n",
+    )
     file.write_text("{}")
-    errors = f"error: {file} is not a result of find_batch_size.py: "
-    errors += "script, strategy, processes, recipe, trials missing or wrong\n"
+    errors = f"error: {file} is not a result of find_batch_size.py. "
+    errors += "Missing or wrong keys: script, strategy, processes, recipe, trials\n"
     assert book("compare", folder, folder, "--batch_search", file)[::2] == (1, errors)
     with pytest.raises(SystemExit, match="2"):
         logbook.parse_flags(["compare", "a", "b", "--target_accuracy=inf"])

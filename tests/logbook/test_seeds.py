@@ -50,9 +50,12 @@ def test_verdicts():
     )
     assert "n = 2 and 3" in seed_verdict(low, group("d", [0.9, 0.95]))
     assert "Welch t-test" in seed_verdict(low, group("d", [0.9, 0.95]))
-    alone, equal = "one run does not show how seeds vary.", "all pairs differ by the same amount."
-    assert seed_verdict(low, group("e", [0.9])).endswith(f"no test, because {alone}")
-    assert seed_verdict(low, low).endswith(f"no test, because {equal}")
+    alone, equal = (
+        "a single run does not show the variation between seeds.",
+        "all pairs of runs differ by the same amount.",
+    )
+    assert seed_verdict(low, group("e", [0.9])).endswith(f"compared with a test, because {alone}")
+    assert seed_verdict(low, low).endswith(f"compared with a test, because {equal}")
 
 
 def make_run(folder, seed: int, accuracy: float, lr: float = 0.003):
@@ -73,7 +76,7 @@ def test_runs_of_one_recipe_and_seed_are_no_sample(book, tmp_path):
     assert "Over seeds" not in page_of(book, "compare", *same, "--name", "page")
     status, _, errors = book("compare", *same, make_run(tmp_path / "other", 1, 0.91))
     assert status == 1
-    assert f"{same[0]} and {same[1]} have the same recipe and seed 0. Give only one of them." in errors
+    assert f"{same[0]} and {same[1]} have the same recipe and seed 0. Pass only one of these runs." in errors
 
 
 def test_a_page_over_folds(book, tmp_path):

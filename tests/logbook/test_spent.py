@@ -8,7 +8,7 @@ from tests.conftest import CNN, python, result, run
 from tests.logbook.pages import check, is_golden, rows, write_lines, write_run
 from tools.logbook.figures import _telemetry
 from tools.logbook.page import run_page
-from tools.logbook.run_record import RunRecord, _thinned
+from tools.logbook.run_record import RunRecord, _sample_lines
 from tools.logbook.spent import lost_s, main_processes, parts_s, paused_s
 
 SPENT = {"training": 105.0, "reading data": 5.0, "evaluation": 15.0, "saving": 4.0, "starting": 10.0}
@@ -58,18 +58,18 @@ def test_telemetry_measures_the_loss_at_restarts(tmp_path):
     assert _telemetry(run)[0][0].curves == {"h2": ([99, 100 + 60], [1.0, 2.0])}
     text = section(run)
     table = rows(text)
-    assert table["lost at restarts: work after the last checkpoint"] == ["40.0 s", "0.011", "21.1%"]
+    assert table["restarting: lost work after the last checkpoint"] == ["40.0 s", "0.011", "21.1%"]
     assert table["total"] == ["190.0 s", "0.053", "100.0%"]
     assert "The table excludes 75 s between processes, in 2 restarts." in text
 
 
-def test_the_telemetry_of_weeks_is_thinned():
+def test_the_telemetry_of_weeks_is_sample_lines():
     """Check that thinning keeps every line at which a process begins or ends."""
     texts = ['{"host"', *map(str, range(20_000)), "end", '{"host"', "last"]
-    thinned = _thinned(texts)
+    thinned = _sample_lines(texts)
     assert len(thinned) < 5_010
     assert (thinned[0], thinned[-3:]) == ('{"host"', ["end", '{"host"', "last"])
-    assert _thinned([]) == []
+    assert _sample_lines([]) == []
 
 
 @pytest.mark.parametrize("spent", [{"training": None}, {"training": 1e300}, {"saving": 0.0}])

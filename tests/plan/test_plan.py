@@ -257,7 +257,7 @@ def test_a_plan_reports_its_progress(monkeypatch):
             ["--gpu", "Tesla T4", "--network_gb_s", "nan", *SMALL],
             "--network_gb_s nan: the value must be more than 0",
         ),
-        (["--gpu", "Tesla T4"], "the script is missing"),
+        (["--gpu", "Tesla T4"], "the train script is missing"),
         (SMALL, "the following arguments are required: --gpu"),
     ],
 )

@@ -146,11 +146,11 @@ def test_wildcards_match_the_same_in_s3_and_on_a_disk(tmp_path):
         ({"a.jpg": b"x", "a.json": b'{"name": "cat"}'}, "train-0.tar: a contains no class"),
         ({"a.cls": b"0"}, "train-0.tar: a contains 0 images"),
         ({"a.jpg": b"x", "a.png": b"x", "a.cls": b"0"}, "train-0.tar: a contains 2 images"),
-        ({"a.jpg": b"x", "a.cls": b"-1"}, "the class is '-1', not a number"),
-        ({"a.jpg": b"x", "a.json": b'{"label": true}'}, "the class is True, not a number"),
+        ({"a.jpg": b"x", "a.cls": b"-1"}, "is '-1' instead of a number"),
+        ({"a.jpg": b"x", "a.json": b'{"label": true}'}, "is True instead of a number"),
         ({"a.jpg": b"x", "a.json": b"{"}, "a.json"),
         ({"a.jpg": b"", "a.cls": b"0"}, "train-0.tar: a contains an empty image. Remove the sample"),
-        ({"a.txt": b"x"}, "train-0.tar contains no samples with an image"),
+        ({"a.txt": b"x"}, "train-0.tar contains no sample with an image"),
     ],
 )
 def test_an_invalid_sample_is_named(members, message, tmp_path):
@@ -167,7 +167,7 @@ def test_an_invalid_sample_is_named(members, message, tmp_path):
         ([*FROM_SHARDS, "--out", "s3://bucket/x", "--work_dir", "w"], 2, "an index in S3"),
         ([*FROM_SHARDS, "--train", "nothing-{0..3}.tar"], 1, "nothing-0.tar is not a file"),
         ([*FROM_SHARDS, "--train", "nothing-*.tar"], 1, "nothing-*.tar matches no shards"),
-        ([*FROM_SHARDS, "--train", __file__, "--val", __file__], 1, f"{__file__} is in train and in val"),
+        ([*FROM_SHARDS, "--train", __file__, "--val", __file__], 1, f"{__file__} is in both train and val"),
         ([*FROM_SHARDS], 1, "contains no shards named *train*.tar"),
         (["--classes", "x"], 2, "--classes"),
     ],

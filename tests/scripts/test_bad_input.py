@@ -61,7 +61,7 @@ def test_batch_norm_with_one_value_says_which_flags(tmp_path, cache):
 
 def test_mixup_of_one_image_is_reported(tmp_path, cache):
     words = [*torchrun(2), *VIT, *SMALL, "--max_val_images", "8", *cache, "--output_dir", tmp_path / "run"]
-    message = "--mixup and --cutmix have no effect: each micro-batch is one image"
+    message = "--mixup and --cutmix have no effect, because each micro-batch contains one image"
     assert run([*words, "--per_device_batch_size", "1", "--mixup", "0.5"]).count(message) == 1
 
 

@@ -82,7 +82,7 @@ def models(trained, cache, tmp_path_factory) -> dict[str, list]:
     }
 
 
-OVER_ALL = "The accuracy covers all 10 classes. --only_its_classes leaves out absent classes."
+OVER_ALL = "The accuracy covers all 10 classes. Add --only_its_classes to exclude absent classes."
 CASES = [  # Model, data set, validate.py flags, classes included in the accuracy, and expected message
     ("run", "reversed", (), range(10), "in a different order. Classes are matched by name."),
     ("run", "few", (), range(10), OVER_ALL),

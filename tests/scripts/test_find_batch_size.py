@@ -179,7 +179,7 @@ def test_the_answer_ran_and_the_next_size_did_not(tmp_path):
     assert tuple(search_result[name] for name in names) == expected
     assert search_result["flags"] == CNN[1:]
     assert search_result["versions"]["torch"]
-    assert f"Largest: {search_result['answer']} images" in output
+    assert f"Largest size: {search_result['answer']} images" in output
     assert "accelerate launch --config_file accelerate_configs/cpu.yaml train_cnn_a.py" in output
 
 
@@ -203,9 +203,9 @@ def test_the_data_set_limits_the_size(tmp_path):
     search_result, output = find(tmp_path, "cpu", "--quantum=1024", "--memory_limit_gib=4", *words)
     outcomes = [(trial["per_device_batch_size"], trial["outcome"]) for trial in search_result["trials"]]
     assert outcomes[0] == (1024, "ran")
-    assert [outcome for _, outcome in outcomes[1:]] == ["more than the images"]
+    assert [outcome for _, outcome in outcomes[1:]] == ["exceeds the data set"]
     assert (search_result["answer"], search_result["limited_by"]) == (1024, "data")
-    assert "the data set has no more" in output
+    assert "the data set allows no larger batch" in output
 
 
 def test_a_result_with_the_same_name_is_kept(tmp_path, monkeypatch):
@@ -267,9 +267,9 @@ def test_a_margin_stays_free_with_randaugment(layers, answer, simulated, capsys)
     assert search_result["limit_gib"] == 1
     assert search_result["knee"] <= answer
     outcomes = {trial["per_device_batch_size"]: trial["outcome"] for trial in search_result["trials"]}
-    expected = "ran in the margin" if layers == "2" else "out of memory"
+    expected = "ran without margin" if layers == "2" else "out of memory"
     assert outcomes[answer + 8] == expected
-    assert ("left less than 5% free" in capsys.readouterr().out) == (layers == "2")
+    assert ("left less than 5% of the memory free" in capsys.readouterr().out) == (layers == "2")
 
 
 @pytest.mark.parametrize("fixed_gib", [0.4, 1.52])
@@ -280,26 +280,26 @@ def test_the_limit_of_a_rehearsal_follows_from_its_first_trial(fixed_gib, simula
     assert 8 < search_result["answer"] == int((search_result["limit_gib"] - fixed_gib) * 100 + 1e-6) // 8 * 8
 
 
-NO_STEP = "cannot hold one step, even with one image per process. "
+NO_STEP = ", even with one image per process. "
 
 
 @pytest.mark.parametrize(
     ("fixed_gib", "limit_gib", "gpu_gib", "message"),
     [
-        (1.02, 1, None, f"1.00 GiB {NO_STEP}Pass a larger --memory_limit_gib"),
+        (1.02, 1, None, f"1.00 GiB{NO_STEP}Pass a larger --memory_limit_gib"),
         (
             0.95,
             1,
             None,
-            "8 images per process do not fit in 1.00 GiB, but one does. Pass a smaller --quantum",
+            "8 images per process do not fit into 1.00 GiB, but one image fits. Pass a smaller --quantum",
         ),
         (
             1e6,
             None,
             None,
-            f"GiB, this machine's memory for a process, {NO_STEP}Choose a config file that shards",
+            f"GiB per process{NO_STEP}Choose a smaller model",
         ),
-        (1.02, None, 1.0, f"the GPU's memory {NO_STEP}Choose a config file that shards"),
+        (1.02, None, 1.0, f"the GPU's memory{NO_STEP}Choose a smaller model"),
     ],
 )
 def test_too_little_memory_differs_from_too_large_a_batch(fixed_gib, limit_gib, gpu_gib, message, simulated):
@@ -311,7 +311,7 @@ def test_too_little_memory_differs_from_too_large_a_batch(fixed_gib, limit_gib, 
 def test_a_batch_below_the_largest_size_is_named_as_the_limit(simulated, capsys):
     search_result = simulated(0.02, "--memory_limit_gib=4", *CNN, "--batch_size=128")
     assert search_result["answer"] == 392
-    command = "--per_device_batch_size=128  # limited by --batch_size 128, not by memory, which holds 392\n"
+    command = "--per_device_batch_size=128  # limited by --batch_size 128; 392 images would fit into memory\n"
     assert command in capsys.readouterr().out
 
 
@@ -321,7 +321,7 @@ def test_a_batch_below_the_largest_size_is_named_as_the_limit(simulated, capsys)
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        ((), 2, "the script is missing"),
+        ((), 2, "the train script is missing"),
         (("--quantum=0", *CNN), 2, "--quantum 0: the value must be more than 0"),
         (("--memory=1", *CNN), 2, "--memory=1"),
         ((*CNN, "--widht=1"), 2, "unknown flag --widht: did you mean --widths?"),
@@ -329,14 +329,14 @@ def test_a_batch_below_the_largest_size_is_named_as_the_limit(simulated, capsys)
         (("--config_file=accelerate_configs/ddp_2x2gpu.yaml", *CNN), 1, "is for 2 hosts. Pass --hostfile"),
         (("train_cnn_z.py",), 1, "train_cnn_z.py: No such file or directory"),
         (("--memory_limit_gib=1", "train_hello.py"), 1, "train_hello.py does not train on images"),
-        (("--memory_limit_gib=9999", *CNN), 1, "more than this machine's memory"),
+        (("--memory_limit_gib=9999", *CNN), 1, "exceeds this machine's memory"),
         (
             ("--memory_limit_gib=0.2", *CNN),
             1,
-            "0.20 GiB cannot hold one step, even with one image per process",
+            "0.20 GiB, even with one image per process",
         ),
         (("--memory_limit_gib=2", *CNN, "--data=/nowhere"), 1, "--data /nowhere"),
-        (("--memory_limit_gib=2", "--trial_timeout_s=0.5", *CNN), 1, "it did not end within"),
+        (("--memory_limit_gib=2", "--trial_timeout_s=0.5", *CNN), 1, "the trial did not end within"),
         (
             ("--memory_limit_gib=nan", *CNN),
             2,

@@ -57,7 +57,7 @@ def test_each_picture_is_predicted_once_and_like_validate(launcher, trained, pic
     file, step_text = f"step_{best['best_step']:08d}/model.safetensors", f"step {best['best_step']:,}"
     assert model_line.endswith(f"/checkpoints/{file}, {step_text}, val accuracy {best['best_accuracy']:.4f}")
     assert f"{COUNT} images predicted, 1 skipped" in output
-    assert "broken.png is skipped: " in output
+    assert "broken.png was skipped: " in output
     assert "sampled" not in output
     written = lines(tmp_path / "predictions.jsonl")
     rows = {Path(row["file"]).name: row for row in written}
@@ -123,7 +123,7 @@ def test_an_output_that_is_not_finite_is_refused(pictures):
     inputs = Pictures([str(pictures / "even" / "000.png")], Preprocessing(8, (0.5,) * 3, (0.2,) * 3, False))
     single = SimpleNamespace(device=torch.device("cpu"), process_index=0, num_processes=1)
     single.precision = SimpleNamespace(mixed_precision="no")
-    with pytest.raises(ValueError, match="the model diverged, or --mixed_precision overflows"):
+    with pytest.raises(ValueError, match="The model diverged, or --mixed_precision overflows"):
         predict.predict_images(single, model, inputs, ["a", "b"], predict.Prediction(workers=0))
 
 

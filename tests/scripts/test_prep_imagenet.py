@@ -249,7 +249,7 @@ def test_a_file_lists_the_classes_of_val(form, ilsvrc, tmp_path):
     label_file.write_text(label_file.read_text().replace("n01", "n09"))
     assert "val contains classes that are not in train: n09" in fails(*words, "--out", tmp_path / "wrong")
     label_file.write_text("")
-    assert "does not contain its class" in fails(*words, "--out", tmp_path / "wrong")
+    assert "does not contain the class of" in fails(*words, "--out", tmp_path / "wrong")
     label_file.unlink()
     if form == "Kaggle":
         assert "Put LOC_val_solution.csv," in fails(*words, "--out", tmp_path / "wrong")
@@ -294,7 +294,7 @@ def test_without_the_development_kit(form, source, ilsvrc, two_tars, tmp_path):
 
 
 WRONG_VAL_LABELS = {
-    "ids of the kit": (lambda ids, lines: ids, "numbers its classes from 1, like the development kit"),
+    "ids of the kit": (lambda ids, lines: ids, "numbers the classes from 1, like the development kit"),
     "unknown synset": (
         lambda ids, lines: ["n99999999", *lines[1:]],
         "line 1: n99999999 is not one of",
@@ -328,11 +328,11 @@ def test_missing_labels_are_reported_with_a_remedy(ilsvrc, two_tars, tmp_path):
     words = ["--data", two_tars, "--out", tmp_path / "out", *MINI]
     for source in ("imagenet", "tar"):
         output = fails("--from", source, *words)
-        assert "ILSVRC2012_devkit_t12.tar.gz is missing" in output
+        assert "ILSVRC2012_devkit_t12.tar.gz, which contains the labels of val" in output
         assert "--val_labels FILE" in output
     labels = tmp_path / "labels.txt"
     labels.write_text("\n".join(ilsvrc.wnids * 3))
-    assert "has 10 classes, but ILSVRC2012 has" in fails(*words[:5], "--val_labels", labels)
+    assert "contains 10 classes, but ILSVRC2012 has" in fails(*words[:5], "--val_labels", labels)
     kit = ["--devkit", ilsvrc.devkit, "--val_labels", labels]
     assert "contains the labels of val. Remove --val_labels" in fails(*words, *kit)
     (two_tars / VAL).unlink()
@@ -367,7 +367,7 @@ def test_s3(ilsvrc, shards, in_s3, tmp_path, monkeypatch):
     assert downloaded(store, tmp_path / "out") == contents(shards)
     assert "is already complete" in prep(*words, *MINI, *SMALL)
     store.delete(["train-00001.tar"])
-    assert "train-00001.tar is missing or has another size" in fails(*words, *MINI, *SMALL)
+    assert "train-00001.tar is missing or has a different size" in fails(*words, *MINI, *SMALL)
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -394,7 +394,7 @@ def test_s3_continues_after_a_kill(lost, ilsvrc, shards, s3_proxy, tmp_path, mon
         before = contents(work)
         for out in ([f"{store.url}-2", "--work_dir", work], [work]):
             message = fails(*source, "--out", *out)
-            assert f"{work} contains a preparation for --out {store.url}. Resume it, give an" in message
+            assert f"{work} contains a preparation for --out {store.url}. Resume this preparation" in message
         assert contents(work) == before
     prep(*words)
     uploads = [path for method, path, _ in s3_proxy.requests if method == "PUT"]
@@ -431,9 +431,9 @@ ESCAPED = "../../../escaped.JPEG"
 TWICE = dict.fromkeys(("a.JPEG", "./a.JPEG"), b"x")
 BROKEN = {  # Function that builds the training tar, and expected message, for each fault
     "parent": (lambda _: tar({"n01440764.tar": tar({ESCAPED: b"x"})}), f".tar: {ESCAPED} is not a plain"),
-    "truncated": (lambda i: i.train_tar.read_bytes()[:500_000], f"{TRAIN} is truncated: it ends at"),
+    "truncated": (lambda i: i.train_tar.read_bytes()[:500_000], f"{TRAIN} is truncated and contains only"),
     "unknown class": (lambda _: tar({"n99999999.tar": tar({"a.JPEG": b"x"})}), "n99999999"),
-    "same name": (lambda _: tar({"n01440764.tar": tar(TWICE)}), "and another image have the key"),
+    "same name": (lambda _: tar({"n01440764.tar": tar(TWICE)}), "and another image have the same key"),
     "empty": (lambda _: tar({"n01440764.tar": tar({"n01440764_5.JPEG": b""})}), "n01440764_5.JPEG is empty"),
     "no class tar": (lambda i: i.val_tar.read_bytes(), "is not a class tar"),
     "no images": (lambda _: tar({"n01440764.tar": tar({"a.txt": b"x"})}), "n01440764.tar contains no images"),
@@ -455,7 +455,7 @@ def test_a_broken_archive(fault, ilsvrc, tmp_path):
 def test_parts_of_the_data_that_do_not_fit(ilsvrc, tmp_path):
     """Check the messages for wrong MD5 sums and counts and for missing, incomplete or unsuitable devkits."""
     words = ["--data", broken(ilsvrc, tmp_path / "data"), "--out", tmp_path / "out"]
-    assert f"its MD5 is {ilsvrc.md5(ilsvrc.devkit)}" in fails(*words)
+    assert f"The file's MD5 is {ilsvrc.md5(ilsvrc.devkit)}" in fails(*words)
     assert "1,000" in fails(*words, "--no_verify")
     fewer = make_ilsvrc(tmp_path / "fewer", val=2)
     shutil.copy(fewer.devkit, tmp_path / "data")
@@ -557,12 +557,14 @@ def test_counts_that_are_not_the_published_ones(ilsvrc, tmp_path, monkeypatch):
     words = ["--no_verify"]
     prep(*words, "--data", ilsvrc.folder, "--out", tmp_path / "out")
     faults = {
-        "9 classes, not 10": {"train": tar(dict(list(class_tars(ilsvrc).items())[1:]))},
-        "29 images, not 30": {"val": tar(dict(list(ilsvrc.val.items())[1:]))},
+        "9 classes instead of 10": {"train": tar(dict(list(class_tars(ilsvrc).items())[1:]))},
+        "29 images instead of 30": {"val": tar(dict(list(ilsvrc.val.items())[1:]))},
     }
     for number, (message, archive) in enumerate(faults.items()):
         data, out = broken(ilsvrc, tmp_path / f"data{number}", **archive), tmp_path / f"out{number}"
-        assert f"contains {message}. Download it again" in fails(*words, "--data", data, "--out", out)
+        assert f"contains {message}. Download the archive again" in fails(
+            *words, "--data", data, "--out", out
+        )
         assert not (out / "manifest.json").exists()
         prep(*words, "--data", data, "--out", f"{out}-subset", "--subset")
 
@@ -573,7 +575,7 @@ def test_a_complete_data_set_that_lost_a_file(damage, ilsvrc, shards, tmp_path):
     file = out / ("train_index.npy" if damage == "no index" else "train-00001.tar")
     os.truncate(file, 512) if damage == "shorter" else file.unlink()
     message = fails("--data", ilsvrc.folder, "--out", out, *MINI, *SMALL)
-    assert f"was complete, but {file.name} is missing or has another size. Empty" in message
+    assert f"was complete, but {file.name} is missing or has a different size. Empty" in message
 
 
 def test_other_settings_and_foreign_files(ilsvrc, shards, tmp_path):
@@ -587,8 +589,8 @@ def test_other_settings_and_foreign_files(ilsvrc, shards, tmp_path):
     assert "inputs" in fails("--data", data, *words[2:])
     assert contents(out) == contents(shards)
     for name, content, message in (
-        ("manifest.json", '{"name": "webapp"}', "contains the manifest.json of another program"),
-        ("manifest.json", "no JSON", "contains the manifest.json of another program"),
+        ("manifest.json", '{"name": "webapp"}', "contains the manifest.json of a different program"),
+        ("manifest.json", "no JSON", "contains the manifest.json of a different program"),
         ("thesis.tex", "x", "contains other files, such as thesis.tex"),
     ):
         shutil.rmtree(out)
@@ -611,7 +613,7 @@ def test_an_image_that_moved_to_another_class(ilsvrc, tmp_path):
     os.utime(data / "train" / "cat" / "1.jpg")
     assert "is already complete" in prep(*words)
     (data / "train" / "cat" / "2.jpg").rename(data / "train" / "dog" / "2.jpg")
-    assert "started with other settings: names_and_sizes was" in fails(*words)
+    assert "started with different settings: names_and_sizes was" in fails(*words)
 
 
 def test_open_files(ilsvrc, shards, tmp_path):
@@ -728,7 +730,7 @@ def test_interrupted(number, eager, ilsvrc, straight, tmp_path):
     words = [*command(ilsvrc), tmp_path / "out"]
     status, output = forked(tmp_path, *words, place=30, signal=number).wait()
     assert status == 130
-    assert "run the same command to resume" in output
+    assert "the same command to resume" in output
     assert "Traceback" not in output
     prep(*words)
     assert contents(tmp_path / "out") == contents(straight)

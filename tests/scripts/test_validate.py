@@ -306,7 +306,7 @@ def test_an_image_counted_twice_is_detected(trained, project_copy, cache, tmp_pa
     status, output = Job(words(trained, *cache, "--output_dir", tmp_path / "out"), cwd=project_copy).wait()
     assert status == 1
     # Padding 360 images to 3 x 128 repeats the last image 24 times
-    assert "image 359 was counted 25 times" in output
+    assert "image 359 was evaluated 25 times" in output
     assert not (tmp_path / "out").exists()
 
 
@@ -356,7 +356,7 @@ def test_a_manifest_is_checked_like_a_users_flags(copy, capsys):
     assert as_flags({"pretrained": True, "weights": "x", "patch_size": None}, vit) == []
     with pytest.raises(SystemExit):
         parse(recipe_type, [], as_flags(recipe | {"widths": [4, 8]}, recipe_type))
-    assert "--widths 4,8: at least three" in capsys.readouterr().err
+    assert "--widths 4,8 must list at least three" in capsys.readouterr().err
 
 
 def test_paths_of_a_model(copy, tmp_path):

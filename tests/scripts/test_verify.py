@@ -301,9 +301,12 @@ FIRST = only(0)
 LONGER = {"log cut": only(16, 16), "random EMA": only(16, 16), "random second checkpoint": only(0, 16)}
 LONGER["repeated line"] = ["--steps", 16]
 FORGERIES = {
-    "accuracy everywhere": (accuracy_everywhere, "val/accuracy of step 8 is 0.9999, in the replay 0."),
-    "lines without rate": (lines_without_rate, "train/lr of step 4 appears 0 times in the log, 1 in its"),
-    "log cut": (log_cut, "train/loss of step 18 appears 0 times in the log, 1 in its replay"),
+    "accuracy everywhere": (accuracy_everywhere, "val/accuracy of step 8 is 0.9999, but 0."),
+    "lines without rate": (
+        lines_without_rate,
+        "train/lr of step 4 appears 0 times in the log, but 1 time in",
+    ),
+    "log cut": (log_cut, "train/loss of step 18 appears 0 times in the log, but 1 time in the replay"),
     "random EMA": (random_ema, "in step_00000032/ema.safetensors differs by"),
     "random second checkpoint": (random_second, "in step_00000016/model.safetensors differs by"),
     "tensor of NaN": (tensor_of_nan, "head.weight in step_00000008/model.safetensors is not finite"),
@@ -312,26 +315,29 @@ FORGERIES = {
     # An EMA decay above 0.5 would take effect at a later step.
     "other EMA decay": (in_recipe(ema_decay=0.3), "in step_00000008/ema.safetensors differs by"),
     # Forgeries of other results
-    "test accuracy": (forged_test_accuracy, " is 0.9999, in the replay 0."),
-    "accuracy in result": (accuracy_in_result, "test_accuracy is 0.9999 in result.json, 0."),
-    "other title": (in_result(epochs=400, batch_size=4096), "epochs: 400, in the replay 4"),
-    "parameters": (in_result(parameters=7), "parameters: 7, in the replay "),
-    "total steps": (in_result(total_steps=320), "total_steps: 320, in the replay 32"),
-    "run cut": (run_cut, "steps is 16 in result.json, 32 by the recipe and the log"),
-    "epochs in a line": (in_lines("test/loss", epoch=90.0), "step 32 is in epoch 90 of the log"),
+    "test accuracy": (forged_test_accuracy, " is 0.9999, but 0."),
+    "accuracy in result": (accuracy_in_result, "test_accuracy is 0.9999 in result.json, but 0."),
+    "other title": (in_result(epochs=400, batch_size=4096), "epochs is 400, but 4 in the replay"),
+    "parameters": (in_result(parameters=7), "parameters is 7, but "),
+    "total steps": (in_result(total_steps=320), "total_steps is 320, but 32 in the replay"),
+    "run cut": (run_cut, "steps is 16 in result.json, but 32 according to the recipe and the log"),
+    "epochs in a line": (in_lines("test/loss", epoch=90.0), "the log contains a wrong epoch for step 32: 90"),
     "added evaluations": (
         added_evaluations,
-        "the log has an evaluation at step 3, where neither an epoch nor",
+        "the log contains an evaluation at step 3, but neither an epoch nor",
     ),
     "other start": (
         in_starts({"recipe": {"lr": 0.1}}),
         "recipe in recipe.json differs from the last start",
     ),
-    "repeated line": (repeated_line, " appears 2 times in the log, 1 in its replay"),
-    "infinite loss": (in_lines("train/loss", 6, lambda _: torch.nan), "metrics.jsonl has 1 of"),
+    "repeated line": (repeated_line, " appears 2 times in the log, but 1 time in the replay"),
+    "infinite loss": (
+        in_lines("train/loss", 6, lambda _: torch.nan),
+        "metrics.jsonl contains unreadable lines (1 of",
+    ),
     "moments of zero": (zero_moments, "exp_avg in step_00000008/optimizer.safetensors differs by"),
-    "loss in a state": (loss_in_a_state, "state.json/logged_step of step 8 is 7, in the replay 8"),
-    "other classes": (other_classes, "classes in step_00000008: cat, dog, in the replay a, b"),
+    "loss in a state": (loss_in_a_state, "state.json/logged_step of step 8 is 7, but 8 in the replay"),
+    "other classes": (other_classes, "the classes in step_00000008 are cat, dog, but a, b in the replay"),
     "forged loss": (smaller_loss(0.01), "train/loss of step 4 is "),
     "changed rate": (changed_rate, "the checkpoint of step 8 was trained with lr 0.0005, not 0.004"),
     "other seed": (other_seed, "train/loss of step 2 is "),
@@ -346,7 +352,7 @@ def test_evaluations_that_no_replay_repeats_are_not_verified(finished, check, tm
     early_ends(folder)
     status, output, stamp = check(folder, *FIRST)
     assert status == 0, output
-    statement = "evaluations inside an epoch without a checkpoint, at steps 3, 5"
+    statement = "evaluations within an epoch, at steps without a checkpoint (3, 5)"
     assert any(statement == line for line in stamp["not_verified"]), output
 
 
@@ -378,23 +384,23 @@ def test_a_deterministic_run_of_two_processes_is_equal_bit_for_bit(data, cache, 
     trained(data, cache, tmp_path / "run", "no", *flags, launcher=accelerate("ddp_2gpu"))
     status, output, stamp = check(tmp_path / "run", *FIRST)
     assert (status, stamp["kind"], max(stamp["differences"].values())) == (0, "bit for bit", 0), output
-    assert "steps 0-8 of 8: equal bit for bit; log, data, recipe and weights match the page" in output
-    assert "bit for bit: this recipe gives these results" in run_page(RunRecord(tmp_path / "run"), "x", [])
+    assert "steps 0-8 of 8: bitwise identical. The log, data, recipe and weights match the page" in output
+    assert "so this recipe produces these results" in run_page(RunRecord(tmp_path / "run"), "x", [])
     smaller_loss(1e-9)(tmp_path / "run")
     status, output, _ = check(tmp_path / "run", *FIRST)
-    assert (status, ": they differ by 1.0e-09" in output) == (1, True), output
+    assert (status, ", a difference of 1.0e-09" in output) == (1, True), output
 
 
 # Forgeries of a run without --deterministic: the change, the exit status and the message. The status is 0 if
 # verify.py reports the difference without a verdict. `make test` runs the first three forgeries.
 EVALUATED = {
     "nothing": (lambda _: None, 0, "100.0%) and 4 of 4 checkpoints replayed, evaluated again: no difference"),
-    "learning rate": (in_lines("train/lr", 4, lambda _: 1.0), 1, "train/lr of step 4 is 1, in the replay 0."),
+    "learning rate": (in_lines("train/lr", 4, lambda _: 1.0), 1, "train/lr of step 4 is 1, but 0."),
     "a loss": (smaller_loss(0.5), 0, "steps 0-16 of 32: largest differences: loss 5."),
     "raised test accuracy": (forged_test_accuracy, 1, "test/accuracy of step "),
     "checkpoints removed": (checkpoints_removed, 1, "at step 32, which the"),
     "last weights replaced": (in_tensors(32, "ema", torch.neg, "head.weight"), 1, "val/loss of step 32 is "),
-    "classes": (other_classes, 1, "classes in step_00000008: cat, dog, in the replay a, b"),
+    "classes": (other_classes, 1, "the classes in step_00000008 are cat, dog, but a, b in the replay"),
     "weights on the way": (off_by_a_tenth, 0, "weights 9."),
 }
 
@@ -407,9 +413,9 @@ def test_forgeries_of_a_run_that_is_evaluated_again(forgery, half, check, tmp_pa
     status, output, stamp = check(folder, "--steps", 16)
     assert (status, message in output, stamp.get("kind")) == (expected, True, "evaluated again"), output
     text = run_page(RunRecord(folder), "x", [])
-    assert ("It is not verified that this training gave these weights" in text) == (expected == 0)
+    assert ("It is not verified that this training run produced the weights" in text) == (expected == 0)
     assert "not verified: " in text
-    assert "equal bits (the run was trained without --deterministic)" in text
+    assert "bitwise equality (the run was trained without --deterministic)" in text
 
 
 def test_the_metric_of_best_by_is_bounded(data, cache, check, tmp_path):
@@ -420,8 +426,8 @@ def test_the_metric_of_best_by_is_bounded(data, cache, check, tmp_path):
     forged = in_result(best_macro_f1=0.999, final_macro_f1=0.999)
     both(in_lines("val/loss", **{"val/macro_f1": 0.999}), forged)(folder)
     status, output, _ = check(folder, "--steps", 8)
-    assert (status, "val/macro_f1 of step 8 is 0.999, in the replay 0." in output) == (1, True), output
-    assert "a repeated evaluation changes 0.2500 at most" in output
+    assert (status, "val/macro_f1 of step 8 is 0.999, but 0." in output) == (1, True), output
+    assert "A repeated evaluation changes the metric by at most 0.2500" in output
 
 
 @pytest.mark.parametrize("name", replay.BY_CLASS)
@@ -466,7 +472,7 @@ def test_a_raised_headline_in_half_precision(cache, tmp_path):
     names = ("best_accuracy", "final_accuracy")
     edit(folder / "result.json", lambda facts: facts.update({name: facts[name] + 24 / 360 for name in names}))
     status, output, _ = verified(folder, cache)
-    message = "24 images of 360 more or fewer, and a repeated evaluation changes 1 at most"
+    message = "The difference is 24 images of 360, but a repeated evaluation changes at most 1"
     assert (status, message in output) == (1, True), output
 
 
@@ -477,8 +483,8 @@ def test_unverified_facts_are_listed(finished, check, tmp_path):
     assert status == 0, output
     text = run_page(RunRecord(folder), "x", [])
     for statement in (
-        "not verified: 24 steps; devices, hosts, strategy, model FLOPs, times, speeds and memory; commit, ",
-        "weights of the checkpoints of steps 16, 24, 32; flags that train_vit.py does not have: teacher",
+        "not verified: 24 steps; devices, hosts, strategy, model FLOPs, times, throughput and memory; ",
+        "weights in the checkpoints at steps 16, 24, 32; flags that train_vit.py does not define: teacher",
     ):
         assert statement in output
         assert statement.replace("_", "\\_") in text or statement in text
@@ -621,7 +627,7 @@ def test_a_swapped_image_is_detected(data, finished, cache, tmp_path):
         status, output, _ = verified(copy_of(finished, tmp_path), cache, *only(0), "--steps", 4)
     finally:
         file.write_bytes(before)
-    assert (status, "source: pictures-" in output) == (1, True), output
+    assert (status, "source is pictures-" in output) == (1, True), output
 
 
 def test_runs_that_can_not_be_verified_are_refused(finished, tmp_path):
@@ -632,9 +638,9 @@ def test_runs_that_can_not_be_verified_are_refused(finished, tmp_path):
     edit(dropout / "recipe.json", lambda record: record.update(devices=["NVIDIA H200"]))
     edit(dropout / "recipe.json", lambda record: record["recipe"].update(dropout=0.1))
     for words, message in (
-        ([folder], f"{folder} is not finished (preempted). Run its command again to finish it."),
-        ([dropout], "--dropout used random numbers of NVIDIA H200, which this device does not produce"),
-        ([tmp_path / "nowhere"], "is not the folder of a run"),
+        ([folder], f"{folder} is not finished (preempted). Repeat the training command to finish the run."),
+        ([dropout], "--dropout used random numbers from NVIDIA H200, which this device does not produce"),
+        ([tmp_path / "nowhere"], "is not a run folder"),
         ([finished, "--steps", "0"], "--steps 0: the value must be more than 0"),
     ):
         status, output = call(verify.main, *words)

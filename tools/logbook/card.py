@@ -1,4 +1,4 @@
-"""Model card of an exported model, the README.md that the hub shows."""
+"""Model card of an exported model, which the hub shows as the model's README.md."""
 
 import contextlib
 from pathlib import Path
@@ -12,20 +12,21 @@ from onecurve.checkpoint.format import EMA_FILE, MODEL_FILE, step_name
 from tools.logbook.markdown import code_span, render
 from tools.logbook.run_record import RunRecord, as_flag, recipe_change
 
-if TYPE_CHECKING:  # at run time, tools must not import one another
+if TYPE_CHECKING:  # tools must not import each other at run time
     from tools.inference.exported import Exported
 
-MOST_CLASSES = 100  # largest number of classes with one row per class
+MOST_CLASSES = 100  # maximum number of classes for a table with one row per class
 
 
 def model_card(name: str, exported: "Exported", config: dict[str, Any]) -> str:
-    """Return the card as Markdown with the hub's metadata. `config` is the content of config.json."""
-    folder, run = run_folder(exported.trained.weights), None
+    """Return the model card as Markdown with the hub's metadata. `config` is the content of config.json."""
+    folder = run_folder(exported.trained.weights)
+    run = None
     with contextlib.suppress(ValueError, OSError):
         run = RunRecord(folder) if folder else None
     recipe = {key: value for key, value in (exported.trained.recipe or {}).items() if value is not None}
-    # Name the run's data even if --data differs now, because the accuracy was measured on the run's data.
-    data = _name(recipe.get("data", exported.recipe.data)).removeprefix("hub:")
+    # State the run's data even if --data differs now, because the accuracy was measured on the run's data.
+    data = _public_name(recipe.get("data", exported.recipe.data)).removeprefix("hub:")
     metadata = _metadata(name, exported, run, data)
     return render(
         "card.md.j2",
@@ -41,39 +42,49 @@ def model_card(name: str, exported: "Exported", config: dict[str, Any]) -> str:
         data=data,
         is_timms=exported.is_timms,
         recipe_changes=_recipe_changes(run, exported.trained.step or 0) if run else [],
-        recipe=[[code_span(key), code_span(_name(as_flag(value)))] for key, value in sorted(recipe.items())],
-        **(_measures(exported, run) if run else {}),
+        recipe=[
+            [code_span(key), code_span(_public_name(as_flag(value)))] for key, value in sorted(recipe.items())
+        ],
+        **(_accuracies(exported, run) if run else {}),
     )
 
 
 def run_folder(weights: str) -> Path | None:
-    """Return the folder of the run that wrote the checkpoint, or None if the weights are not a checkpoint."""
+    """Return the run folder that contains the checkpoint, or None if the weights are not in a checkpoint."""
     checkpoints = Path(weights).absolute().parent.parent
     return checkpoints.parent if checkpoints.name == "checkpoints" else None
 
 
 def _raw_accuracy(exported: "Exported") -> float | None:
-    """Return the accuracy of raw weights saved next to an EMA. The run's other results use the EMA."""
+    """Return the accuracy of raw weights that were saved next to an EMA, or None for other weights.
+
+    The run's other results use the EMA.
+    """
     file = Path(exported.trained.weights)
     is_raw = file.name == MODEL_FILE and file.with_name(EMA_FILE).exists()
     return exported.trained.accuracy if is_raw else None
 
 
-def _name(value: str) -> str:
-    """Return the last part of a path or URL, because the rest may be private. Keep hub names complete."""
+def _public_name(value: str) -> str:
+    """Return only the last part of a path or URL, because the rest may be private.
+
+    Return hub names unchanged.
+    """
     return value if value.startswith(("hub:", "hf-hub:")) else value.rstrip("/").rpartition("/")[2]
 
 
 def _recipe_changes(run: RunRecord, last: int) -> list[str]:
-    """Return one line for each start before step `last` that changed the recipe."""
+    """Return a line for each start before step `last` that changed the recipe."""
     starts = [start for start in run.kept if start.first < last]
-    return [f"step {start.first:,}: {text}" for start in starts if (text := recipe_change(start, _name))]
+    return [
+        f"step {start.first:,}: {text}" for start in starts if (text := recipe_change(start, _public_name))
+    ]
 
 
 def _metadata(name: str, exported: "Exported", run: RunRecord | None, data: str) -> dict[str, Any]:
-    """Return the hub's metadata.
+    """Return the metadata of the model card.
 
-    The licence is `unknown`. An accuracy that covers only a part of a split is left out.
+    The licence is `unknown`. The accuracy is left out if it covers only a part of a split.
     """
     facts = {} if run is None or run.recipe.get("max_val_images") else run.facts
     metadata: dict[str, Any] = {
@@ -83,9 +94,10 @@ def _metadata(name: str, exported: "Exported", run: RunRecord | None, data: str)
         "tags": ["image-classification"],
     }
     if exported.trained.step == facts.get("best_step") and "best_accuracy" in facts:
-        raw = _raw_accuracy(exported)
-        is_tested = "test_accuracy" in facts and raw is None
-        value = facts["test_accuracy" if is_tested else "best_accuracy"] if raw is None else raw
+        raw_accuracy = _raw_accuracy(exported)
+        is_tested = "test_accuracy" in facts and raw_accuracy is None
+        headline_accuracy = facts["test_accuracy" if is_tested else "best_accuracy"]
+        value = headline_accuracy if raw_accuracy is None else raw_accuracy
         accuracy = {"type": "accuracy", "value": value}
         split = facts.get("test_name" if is_tested else "val_name", "val")
         task, dataset = {"type": "image-classification"}, {"name": data, "type": data, "split": split}
@@ -94,32 +106,36 @@ def _metadata(name: str, exported: "Exported", run: RunRecord | None, data: str)
     return metadata
 
 
-def _measures(exported: "Exported", run: RunRecord) -> dict[str, Any]:
-    """Return the accuracies. Include metrics by class if a confusion matrix of this step exists."""
-    step, facts, which = exported.trained.step, run.facts, "val"
-    if (raw := _raw_accuracy(exported)) is not None:
-        return {"images": run.evaluated_images(), "measures": [("accuracy", f"{raw:.4f}")], "by_class": None}
+def _accuracies(exported: "Exported", run: RunRecord) -> dict[str, Any]:
+    """Return the accuracies and, if a confusion matrix of the model's step exists, metrics by class."""
+    step, facts, split = exported.trained.step, run.facts, "val"
+    if (raw_accuracy := _raw_accuracy(exported)) is not None:
+        measures = [("accuracy", f"{raw_accuracy:.4f}")]
+        return {"images": run.evaluated_images(), "measures": measures, "by_class": None}
     values = [pair for line in run.evaluations if line["step"] == step for pair in sorted(line.items())]
     measures = [(key[4:], f"{value:.4f}") for key, value in values if key.startswith("val/")]
     if "test_name" in facts and step == facts.get("best_step"):
-        which = "test"
+        split = "test"
         measures = [(name, f"{facts[f'test_{name}']:.4f}") for name in ("accuracy", "loss")]
-    name = f"{step_name(step or 0)}/{Path(exported.trained.weights).name}"
-    reports = [report for report in run.reports.values() if report.get("checkpoint", "").endswith(name)]
+    weights_path = f"{step_name(step or 0)}/{Path(exported.trained.weights).name}"
+    reports = [r for r in run.reports.values() if r.get("checkpoint", "").endswith(weights_path)]
     reports = [report for report in reports if not report.get("classes_left_out")]
-    matrices = [report for report in reports if report.get("split") == which and "confusion" in report]
+    matrices = [report for report in reports if report.get("split") == split and "confusion" in report]
     if (
         "confusion" in run.confusion
         and run.confusion.get("step") == step
-        and ("split" in run.confusion) == (which == "test")
+        and ("split" in run.confusion) == (split == "test")
     ):
         matrices.append(run.confusion)
-    by_class = next((_by_class(matrix["confusion"], matrix["classes"]) for matrix in matrices), None)
-    return {"images": run.evaluated_images(which), "measures": measures, "by_class": by_class}
+    by_class = next((_class_rows(matrix["confusion"], matrix["classes"]) for matrix in matrices), None)
+    return {"images": run.evaluated_images(split), "measures": measures, "by_class": by_class}
 
 
-def _by_class(confusion: list[list[int]], classes: list[str]) -> list[tuple[str, ...]]:
-    """Return one row per class, or none for more than MOST_CLASSES. `confusion` has a row per true class."""
+def _class_rows(confusion: list[list[int]], classes: list[str]) -> list[tuple[str, ...]]:
+    """Return one row per class, or no rows for more than MOST_CLASSES.
+
+    Rows of `confusion` are true classes.
+    """
     if len(classes) > MOST_CLASSES:
         return []
     counts = np.asarray(confusion, float)
@@ -128,4 +144,6 @@ def _by_class(confusion: list[list[int]], classes: list[str]) -> list[tuple[str,
     recall = hits / np.maximum(images, 1)
     f1 = 2 * hits / np.maximum(images + predicted, 1)
     columns = zip(classes, precision, recall, f1, images, strict=True)
-    return [(c, f"{p:.4f}", f"{r:.4f}", f"{f:.4f}", f"{n:,.0f}") for c, p, r, f, n in columns]
+    return [
+        (name, *(f"{share:.4f}" for share in shares), f"{count:,.0f}") for name, *shares, count in columns
+    ]

@@ -1,4 +1,4 @@
-"""Page of the log book that compares the time, accuracy and settings of several runs."""
+"""Log book page that compares the time, accuracy and settings of several runs."""
 
 import math
 from dataclasses import dataclass
@@ -17,25 +17,26 @@ from tools.logbook.markdown import code_span, render
 from tools.logbook.run_record import RunRecord, as_flag, complete, host_count
 
 SEARCH = "result of find_batch_size.py"
-# Flags whose resolved values are in result.json
+# Flags whose resolved values are recorded in result.json
 RESOLVED = ("mixed_precision", "per_device_batch_size", "compile", "grad_checkpointing", "step_graph")
-# Largest spread of images/s in an undisturbed run. The measured spreads are at most 0.18 on an H200, and 0.5
-# to 1.2 on 2 CPU cores that other programs also used.
+# Maximum spread of the throughput in an undisturbed run, relative to the median. Measured spreads are at most
+# 0.18 on an H200, and 0.5 to 1.2 on 2 CPU cores that other programs also used.
 LARGEST_SPREAD = 0.25
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Comparison of two or more runs with the first.
+    """Comparison of a reference run with one or more other runs.
 
     Attributes:
-        runs: the runs, beginning with the reference.
-        target_accuracy: accuracy for the row `time to accuracy`. Default: the highest that all runs reached.
-        searches: results of find_batch_size.py.
+        runs: Runs to compare. The first run is the reference.
+        target_accuracy: Accuracy for the row `time to accuracy`. Default: the highest accuracy that all runs
+            reached.
+        searches: Results of find_batch_size.py.
         allow_different_data: True to accept runs that were evaluated on different images.
 
     Raises:
-        ValueError: fewer than two runs, or runs that were evaluated on different images.
+        ValueError: If there are fewer than two runs, or if the runs were evaluated on different images.
     """
 
     runs: list[RunRecord]
@@ -45,54 +46,60 @@ class Comparison:
 
     def __post_init__(self) -> None:
         if len(self.runs) < 2:
-            raise ValueError("a comparison needs two or more runs")
+            raise ValueError("a comparison needs at least two runs. Pass more run folders.")
         if self.allow_different_data:
             return
         for run in self.runs[1:]:
             if different := different_images(self.runs[0], run):
                 raise ValueError(
                     f"{run.folder} and {self.runs[0].folder} were evaluated on different images"
-                    f" ({different}). Add --allow_different_data to compare them anyway."
+                    f" ({different}). Add --allow_different_data to compare the runs anyway."
                 )
 
     @cached_property
     def names(self) -> list[str]:
-        """Unique names for the runs, built from their differences, for example `ddp x 4` or `lr 0.003`.
+        """Unique names of the runs, derived from the runs' differences, for example `ddp x 4` or `lr 0.003`.
 
-        Numbers are appended to equal names.
+        Numbers are appended to identical names.
         """
-        runs, results = self.runs, [run.facts for run in self.runs]
-        scripts = [result.get("script", "unknown") for result in results]
+        runs = self.runs
+        scripts = [run.facts.get("script", "unknown") for run in runs]
         jobs = [run.job for run in runs]
-        hosts = [plural(result.get("hosts", "?"), "host") for result in results]
-        flags = [name for name in runs[0].recipe if all(name in run.recipe for run in runs)]
+        hosts = [plural(run.facts.get("hosts", "?"), "host") for run in runs]
+        shared_flags = [name for name in runs[0].recipe if all(name in run.recipe for run in runs)]
         positions = declared("in_names")
-        first = sorted((name for name in flags if name in positions), key=lambda name: positions[name])
-        others = [name for name in flags if name not in (*first, *_result_flags())]
-        always = [scripts, jobs, *(_values(runs, name) for name in first)]
-        parts: list[tuple[str, ...]] = [()] * len(runs)
-        for column in [*always, hosts, *(_values(runs, name) for name in others)]:
-            if len(set(column)) > 1 and (column in always or len(set(parts)) < len(runs)):
-                parts = [(*part, value) for part, value in zip(parts, column, strict=True)]
-        names = [", ".join(part) or job for part, job in zip(parts, jobs, strict=True)]
-        numbers = [names[:i].count(name) + 1 for i, name in enumerate(names)]
-        return [name if k == 1 else f"{name} ({k})" for name, k in zip(names, numbers, strict=True)]
+        naming_flags = [name for name in shared_flags if name in positions]
+        naming_flags.sort(key=lambda name: positions[name])
+        other_flags = [name for name in shared_flags if name not in (*naming_flags, *_result_flags())]
+        # Differences in these properties are always part of the names, and other differences only if needed.
+        main_properties = [scripts, jobs, *(_flag_texts(runs, name) for name in naming_flags)]
+        properties = [*main_properties, hosts, *(_flag_texts(runs, name) for name in other_flags)]
+        name_parts: list[tuple[str, ...]] = [()] * len(runs)
+        for texts in properties:
+            are_unique = len(set(name_parts)) == len(runs)
+            if len(set(texts)) > 1 and (texts in main_properties or not are_unique):
+                name_parts = [(*parts, text) for parts, text in zip(name_parts, texts, strict=True)]
+        names = [", ".join(parts) or job for parts, job in zip(name_parts, jobs, strict=True)]
+        counts = [names[:i].count(name) + 1 for i, name in enumerate(names)]
+        return [
+            name if count == 1 else f"{name} ({count})" for name, count in zip(names, counts, strict=True)
+        ]
 
     @cached_property
     def groups(self) -> list[seeds.Group]:
-        """Runs grouped by everything except the seed. Empty if no recipe was run with several seeds."""
+        """Groups of runs that differ only in the seed. Empty if no recipe was run with several seeds."""
         groups = seeds.group(self.runs, self.names)
         return groups if any(len(group.values) > 1 for group in groups) else []
 
     @property
     def target(self) -> float | None:
-        """Accuracy that the row `time to accuracy` refers to."""
+        """Target accuracy for the row `time to accuracy`."""
         known = [run.facts["best_accuracy"] for run in self.runs if "best_accuracy" in run.facts]
         return self.target_accuracy or min(known, default=None)
 
 
 def read_search(file: Path) -> dict[str, Any]:
-    """Read a result of find_batch_size.py. Raise ValueError for any other file."""
+    """Read a result file of find_batch_size.py. Raise ValueError for any other file."""
     try:
         search, wrong_keys = typed_values(read_json(file), kinds(SearchResult))
     except OSError as error:
@@ -100,7 +107,7 @@ def read_search(file: Path) -> dict[str, Any]:
     needed = ("script", "strategy", "processes", "recipe", "trials")
     missing = [name for name in needed if name not in search and name not in wrong_keys]
     if problems := [*wrong_keys, *missing]:
-        raise ValueError(f"{file} is not a {SEARCH}: {', '.join(problems)} missing or wrong")
+        raise ValueError(f"{file} is not a {SEARCH}. Missing or wrong keys: {', '.join(problems)}")
     return search | {"recipe": without_left(search["recipe"])}
 
 
@@ -110,7 +117,7 @@ def read_search(file: Path) -> dict[str, Any]:
 def different_images(first: RunRecord, run: RunRecord) -> str:
     """Describe how the evaluated images of two runs differ, for example `data: cifar10, digits`.
 
-    A value is not compared if one of the runs does not record it, for example the split of a killed run.
+    Skip properties that one of the runs does not record, for example the split of a killed run.
     """
     runs = (first, run)
     sources = [run.about.get("source") for run in runs]
@@ -127,21 +134,21 @@ def different_images(first: RunRecord, run: RunRecord) -> str:
     )
 
 
-def _values(runs: list[RunRecord], name: str) -> list[str]:
-    """Return a text with the flag and its value for each run. Show only the last part of a path."""
-    values = [run.over_starts(partial(_flag, name)).replace(", then", " then") for run in runs]
+def _flag_texts(runs: list[RunRecord], name: str) -> list[str]:
+    """Return the flag and its value as text, for each run. Shorten paths to the last part."""
+    values = [run.over_starts(partial(_flag_value, name)).replace(", then", " then") for run in runs]
     if any(run.fold for run in runs) and name == "holdout":
         return [f"fold {value}" for value in values]
     return [f"{name} {value.rstrip('/').rpartition('/')[2]}" for value in values]
 
 
 def speed_up_over(first: RunRecord, run: RunRecord, time: str) -> tuple[float | None, str]:
-    """Return the speed-up in `time` (train_s or wall_s) and an empty text, or None and the reason."""
+    """Return the speed-up in `time` (train_s or wall_s) and an empty reason, or None and a reason."""
     labels = {"batch_size": "batch size", "steps": "number of steps", "data": "data", "script": "script"}
     for name, label in labels.items():
         value, reference = run.facts.get(name), first.facts.get(name)
         if value != reference:
-            return None, f"the {label} is {value}, in the first run {reference}"
+            return None, f"the {label} is {value}, but {reference} in the first run"
     for record in (first, run):
         subject = "the first run" if record is first else "the run"
         if record.facts["status"] != "finished":
@@ -154,14 +161,16 @@ def speed_up_over(first: RunRecord, run: RunRecord, time: str) -> tuple[float | 
 
 
 def setting_differences(runs: list[RunRecord]) -> dict[str, list[str]]:
-    """Map each setting that differs between the runs, and is not compared elsewhere, to its values."""
+    """Map each setting that differs between the runs to its values. Skip settings compared elsewhere."""
     settings = [conditions(run) for run in runs]
     names = dict.fromkeys(name for values in settings for name in values)
     by_name = {name: [values.get(name, "unknown") for values in settings] for name in names}
-    return {name: values for name, values in by_name.items() if len(set(values)) > 1} | _sharding(runs)
+    return {name: values for name, values in by_name.items() if len(set(values)) > 1} | _sharding_differences(
+        runs
+    )
 
 
-def _sharding(runs: list[RunRecord]) -> dict[str, list[str]]:
+def _sharding_differences(runs: list[RunRecord]) -> dict[str, list[str]]:
     """Map each sharding setting that differs between runs with the same strategy to its values."""
     differences = {}
     for strategy in dict.fromkeys(run.facts.get("strategy") for run in runs):
@@ -176,20 +185,22 @@ def _sharding(runs: list[RunRecord]) -> dict[str, list[str]]:
 
 
 def conditions(run: RunRecord) -> dict[str, str]:
-    """Return the settings of a run that a comparison lists when they differ from another run's settings."""
+    """Return the run's settings that a comparison lists if a different run has different settings."""
     facts, settings = run.facts, run.about
     left_out = (*_result_flags(), *RESOLVED)
-    recipe = {name: run.over_starts(partial(_flag, name)) for name in run.recipe if name not in left_out}
+    recipe = {
+        name: run.over_starts(partial(_flag_value, name)) for name in run.recipe if name not in left_out
+    }
     names = ["script", "data", "batch_size", "per_device_batch_size", "accumulation_steps", "epochs", "steps"]
     names += ["mixed_precision", "half_precision", "gradient_reduction", "compile", "grad_checkpointing"]
     names += ["step_graph", "val_name", "val_images", "status"]
     packages = settings.get("versions", {})
-    versions = {f"version of {name}": run.over_starts(partial(_version, name)) for name in packages}
+    versions = {f"version of {name}": run.over_starts(partial(_package_version, name)) for name in packages}
     headers = [line for lines in run.telemetry.values() for line in lines if "cpus" in line]
     hosts = {f"{line['cpus']} CPUs, {line.get('memory_gib', 0):.0f} GiB" for line in headers}
     return {
         **recipe,
-        **{n: as_flag(run.over_starts(methodcaller("get", n))) for n in names if n in facts},
+        **{name: as_flag(run.over_starts(methodcaller("get", name))) for name in names if name in facts},
         **versions,
         "commit": run.over_starts(methodcaller("get", "git_commit", "unknown")),
         "device": run.over_starts(_device_types),
@@ -199,15 +210,15 @@ def conditions(run: RunRecord) -> dict[str, str]:
 
 
 def _result_flags() -> list[str]:
-    """Return the flags that specify the location of a run's results, which differs between any two runs."""
+    """Return the flags that specify where a run's results are stored. All runs differ in these flags."""
     return [name for name, files in declared("locates").items() if files == "results"]
 
 
-def _flag(name: str, settings: dict[str, Any]) -> str:
+def _flag_value(name: str, settings: dict[str, Any]) -> str:
     return public_path(as_flag(settings.get("recipe", {}).get(name)))
 
 
-def _version(name: str, settings: dict[str, Any]) -> str:
+def _package_version(name: str, settings: dict[str, Any]) -> str:
     return str(settings.get("versions", {}).get(name))
 
 
@@ -219,25 +230,25 @@ def _device_types(settings: dict[str, Any]) -> str:
 
 
 def comparison_page(comparison: Comparison, picture: str, pages: list[str | None]) -> str:
-    """Return the page as Markdown.
+    """Return the comparison page as Markdown.
 
     Args:
-        comparison: the comparison.
-        picture: link to the picture.
-        pages: link to each run's page, or None for a run without a page.
+        comparison: Comparison to show.
+        picture: Link to the plots.
+        pages: Link to each run's page, or None for a run without a page.
     """
     runs, names, groups = comparison.runs, comparison.names, comparison.groups
-    columns = [_column(comparison, run, name) for run, name in zip(runs, names, strict=True)]
+    columns = [_run_column(comparison, run, name) for run, name in zip(runs, names, strict=True)]
     return render(
         "compare.md.j2",
         title=title(comparison),
         members=list(zip(runs, names, pages, strict=True)),
         names=names,
         groups=groups,
-        verdicts=[seeds.seed_verdict(groups[0], other) for other in groups[1:]],
+        verdicts=[seeds.seed_verdict(groups[0], group) for group in groups[1:]],
         target=comparison.target,
         columns=columns,
-        doubts=_doubts(columns),
+        doubts=_timing_doubts(columns),
         picture=picture,
         different=[[name, *map(code_span, values)] for name, values in setting_differences(runs).items()],
         searches=[
@@ -254,52 +265,55 @@ def title(comparison: Comparison) -> str:
     return f"{first.model} on {first.data}: {'; '.join(comparison.names)}"
 
 
-def _doubts(columns: list[dict[str, Any]]) -> list[str]:
-    """Return reasons to doubt the times, which are uneven throughput and efficiencies above 100 %."""
+def _timing_doubts(columns: list[dict[str, Any]]) -> list[str]:
+    """Return warnings about doubtful times: uneven throughput and efficiencies above 100 %."""
     unsteady = [column for column in columns if (column["spread"] or 0) > LARGEST_SPREAD]
     doubts = [
-        f"The throughput of {column['name']} varied by {column['spread']:.0%} of its median during the run."
-        " Another program probably used the machine. Repeat the run before you quote its time."
+        f"The throughput of {column['name']} varied by {column['spread']:.0%} of the median during the run."
+        " Another program probably used the machine. Repeat the run before you quote the run's time."
         for column in unsteady
     ]
     if above := [column["name"] for column in columns if (column["efficiency"] or 0) > 1]:
         cause = "was slowed down" if columns[0] in unsteady else "may have been slowed down"
         doubts.append(
-            f"An efficiency above 100 % ({', '.join(above)}) does not come from more processes:"
-            f" the first run {cause}."
+            f"An efficiency above 100 % ({', '.join(above)}) is not caused by the number of processes."
+            f" The first run {cause}."
         )
     return doubts
 
 
-def _column(comparison: Comparison, run: RunRecord, name: str) -> dict[str, Any]:
-    """Return all values in a run's column of the table, including the run's facts."""
+def _run_column(comparison: Comparison, run: RunRecord, name: str) -> dict[str, Any]:
+    """Return the values in a run's column of the table, together with the run's facts."""
     first, facts = comparison.runs[0], run.facts
-    factor, reason = speed_up_over(first, run, "train_s")
-    before, after = first.facts.get("processes"), facts.get("processes")
+    speed_up, reason = speed_up_over(first, run, "train_s")
+    first_processes, processes = first.facts.get("processes"), facts.get("processes")
     if run is not first and not (first.is_one_job and run.is_one_job):
-        after = None  # the facts only cover the processes of the last start
+        processes = None  # result.json contains only the processes of the last start
     set_by_starts = ("processes", "batch_size", "per_device_batch_size")
     target = math.inf if comparison.target is None else comparison.target
-    busy, device = run.utilisation_pct
-    reached = (line["wall_s"] for line in run.evaluations if line.get("val/accuracy", -1) >= target)
+    efficiency = None
+    if speed_up is not None and first_processes and processes:
+        efficiency = speed_up * first_processes / processes
+    utilisation, device = run.utilisation_pct
+    times_reached = (line["wall_s"] for line in run.evaluations if line.get("val/accuracy", -1) >= target)
     return facts | {
         **{key: run.over_starts(methodcaller("get", key)) for key in set_by_starts},
         "hosts": run.over_starts(host_count),
         "name": name,
-        "time_to_target": next(reached, None),
-        "speed_up": factor,
+        "time_to_target": next(times_reached, None),
+        "speed_up": speed_up,
         "no_speed_up": reason,
-        "efficiency": factor * before / after if factor is not None and before and after else None,
+        "efficiency": efficiency,
         "spread": run.speed_spread,
         "whole_speed_up": speed_up_over(first, run, "wall_s")[0],
         "memory": run.memory_gib,
-        "busy": busy and f"{busy:.0f} % of {device}s",
-        "largest": _largest(run, comparison.searches),
+        "busy": utilisation and f"{utilisation:.0f} % of {device}s",
+        "largest": _largest_batch(run, comparison.searches),
     }
 
 
-def _largest(run: RunRecord, searches: tuple[dict[str, Any], ...]) -> int | None:
-    """Return the result of the search with the run's script, strategy, recipe, processes and precision."""
+def _largest_batch(run: RunRecord, searches: tuple[dict[str, Any], ...]) -> int | None:
+    """Return the largest batch size that a search with the run's settings reported, or None."""
     names = ["script", "strategy", "processes", "mixed_precision", "half_precision", "compile"]
     names += ["grad_checkpointing"]
     for search in searches if run.is_one_job else ():

@@ -1,4 +1,4 @@
-"""Pictures of the log book, such as curves, telemetry, confusion matrices, mistakes and comparisons."""
+"""Plots of the log book, such as curves, telemetry, confusion matrices, mistakes and comparisons."""
 
 import math
 from glob import escape
@@ -14,7 +14,7 @@ from tools.logbook.spent import MainProcess, main_processes
 
 
 def draw_run(run: RunRecord, folder: Path) -> list[str]:
-    """Replace the folder with pictures of a run. Return the names of the files."""
+    """Replace a folder with new plots of a run. Return the file names of the plots."""
     scratch = folder.with_name(f".{folder.name}.tmp")
     discard(scratch)
     scratch.mkdir(parents=True)
@@ -37,8 +37,10 @@ def draw_run(run: RunRecord, folder: Path) -> list[str]:
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
-    """Return a suitable unit for a time, and the length of this unit in seconds."""
-    return ("s", 1) if seconds < 600 else ("min", 60) if seconds < 10_000 else ("h", 3600)
+    """Return a suitable unit for a duration, and the number of seconds per unit."""
+    if seconds < 600:
+        return "s", 1
+    return ("min", 60) if seconds < 10_000 else ("h", 3600)
 
 
 def _curves(run: RunRecord) -> list[list[Panel]]:
@@ -57,15 +59,14 @@ def _curves(run: RunRecord) -> list[list[Panel]]:
     ]
     if over_time := _hosts_over_time(run, time, unit_s):
         rows.append([over_time, panel(lines, time, f"{run.unit}/s", ("train/images_per_s",))])
+    has_accuracy = bool(rows[1][0].curves)
     for loss_panel in rows[0]:
-        loss_panel.is_log = not rows[1][
-            0
-        ].curves  # a regression's loss falls over several orders of magnitude
+        loss_panel.is_log = not has_accuracy  # the loss of a regression falls by several orders of magnitude
     return [row for row in rows if row[0].curves]
 
 
 def _hosts_over_time(run: RunRecord, time: str, unit_s: float) -> Panel | None:
-    """Plot the number of hosts against time. Return None if no host joined or left."""
+    """Plot the number of hosts against time. Return None if no host joined or left the job."""
     changes = run.changes
     if not changes:
         return None
@@ -78,17 +79,18 @@ def _hosts_over_time(run: RunRecord, time: str, unit_s: float) -> Panel | None:
 
 
 def _telemetry(run: RunRecord) -> list[list[Panel]]:
-    """Plot utilisation, memory and power of GPUs over time. Without GPUs, plot hosts instead."""
+    """Plot the utilisation, memory and power of GPUs over time. Plot hosts if there are no GPUs."""
     has_gpus = any(line.get("gpus") for lines in run.telemetry.values() for line in lines)
-    labels = {"cpu_pct": "CPU utilisation, %", "memory_gib": "memory in use on the host, GiB"}
+    labels = {"cpu_pct": "CPU utilisation, %", "memory_gib": "host memory in use, GiB"}
     if has_gpus:
         labels = {"utilisation_pct": "GPU utilisation, %", "memory_gib": "GPU memory in use, GiB"}
         labels |= {"power_w": "power, W"}
-    first = min((line["t"] for lines in run.telemetry.values() for line in lines), default=0.0)
-    processes = main_processes(run) or [MainProcess(first, math.inf, 0.0)]  # a run of an earlier version
+    first_time = min((line["t"] for lines in run.telemetry.values() for line in lines), default=0.0)
+    # Runs from earlier versions do not record their main processes.
+    processes = main_processes(run) or [MainProcess(first_time, math.inf, 0.0)]
 
     def seconds_at(t: float) -> float:
-        """Return the run's age at a time, excluding the pauses between its main processes."""
+        """Return the age of the run at time t in seconds, without pauses between main processes."""
         return sum(max(0.0, min(t, process.ended_at) - process.began_at) for process in processes)
 
     points = [
@@ -99,7 +101,7 @@ def _telemetry(run: RunRecord) -> list[list[Panel]]:
         for device in (line.get("gpus", []) if has_gpus else [line])
     ]
     unit, unit_s = time_unit(max((seconds for seconds, *_ in points), default=0))
-    drawn = []
+    telemetry_panels = []
     for name, label in labels.items():
         curves: dict[str, tuple[list[float], list[float]]] = {}
         for seconds, curve, device in points:
@@ -107,13 +109,13 @@ def _telemetry(run: RunRecord) -> list[list[Panel]]:
                 times, values = curves.setdefault(curve, ([], []))
                 times.append(seconds / unit_s)
                 values.append(device[name])
-        drawn.append(Panel(f"time, {unit}", label, dict(curves), from_zero=True))
-    row = [panel for panel in drawn if panel.curves]
-    return [row] if row else []
+        telemetry_panels.append(Panel(f"time, {unit}", label, dict(curves), from_zero=True))
+    with_curves = [panel for panel in telemetry_panels if panel.curves]
+    return [with_curves] if with_curves else []
 
 
 def draw_comparison(comparison: Comparison, file: Path) -> None:
-    """Draw the accuracy, loss, throughput and time of each run, or their means over seeds."""
+    """Draw the accuracy, loss, throughput and total time of each run, or means over seeds."""
     first, groups = comparison.runs[0], comparison.groups
     if groups:
         members = {f"{group.name} ({plural(len(group.runs), 'run')})": group.runs for group in groups}
@@ -129,10 +131,13 @@ def draw_comparison(comparison: Comparison, file: Path) -> None:
         curves = [(accuracy, "val/accuracy", "wall_s", unit_s), (loss, "train/loss", "step", 1.0)]
     bars = {"images_per_s": Panel(f"{first.unit}/s", ""), "wall_s": Panel("total time, s", "")}
     for name, runs in members.items():
-        for curve_panel, key, x, size in curves:
-            lines = [{line[x] / size: line[key] for line in run.metrics if key in line} for run in runs]
-            if points := sorted(set.intersection(*map(set, lines))):
-                curve_panel.curves[name] = (points, [fmean(run[point] for run in lines) for point in points])
+        for curve_panel, key, x_key, x_unit in curves:
+            run_curves = [
+                {line[x_key] / x_unit: line[key] for line in run.metrics if key in line} for run in runs
+            ]
+            if common_x := sorted(set.intersection(*map(set, run_curves))):
+                means = [fmean(curve[x] for curve in run_curves) for x in common_x]
+                curve_panel.curves[name] = (common_x, means)
         for fact, bar_panel in bars.items():
             if values := [run.facts[fact] for run in runs if fact in run.facts]:
                 bar_panel.bars[name] = fmean(values)

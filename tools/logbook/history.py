@@ -1,4 +1,4 @@
-"""Starts of a run, shown on its page with the changes that each start made and all settings."""
+"""Starts and settings of a run, and the changes that each start made, for the run's page."""
 
 import shlex
 import time
@@ -15,24 +15,27 @@ from onecurve.system.text import plural
 from tools.logbook.markdown import code_span, text
 from tools.logbook.run_record import RunRecord, as_flag, device_summary, mixed_precision, recipe_change, where
 
-Value = Callable[[dict[str, Any]], Any]  # returns a value from a line of starts.jsonl
+Value = Callable[[dict[str, Any]], Any]  # function that returns a value from a line of starts.jsonl
 
-# Keys of starts.jsonl that are not columns in the table of starts. Each row lists the keys that changed.
+# Keys of starts.jsonl without a column in the table of starts. Each row of the table lists changes of these
+# keys.
 KEYS_WITHOUT_COLUMN = ["version", "git_commit", "compile", "grad_checkpointing", "step_graph", "threads"]
 KEYS_WITHOUT_COLUMN += ["deterministic", "gradient_reduction", "half_precision"]
 
 
 def over_steps(run: RunRecord, value: Value) -> Any:
-    """Return the setting of the last start, or text such as `a to step 60, then b` if the starts differ."""
-    pairs = [(text(value(start.about)), start.last) for start in run.kept]
-    runs = [(setting, list(group)[-1][1]) for setting, group in groupby(pairs, key=lambda pair: pair[0])]
-    if len(runs) < 2:
+    """Return the last start's setting, or text such as `a to step 60, then b` if the starts differ."""
+    settings_and_steps = [(text(value(start.about)), start.last) for start in run.kept]
+    groups = groupby(settings_and_steps, key=lambda pair: pair[0])
+    distinct_settings = [(setting, list(group)[-1][1]) for setting, group in groups]
+    if len(distinct_settings) < 2:
         return value(run.last)
-    parts = [Markup("{} to step {:,}").format(setting, last) for setting, last in runs[:-1]] + [runs[-1][0]]
-    if len(parts) > MOST_IN_TURN:
-        left_out = Markup("{} others").format(len(parts) - MOST_IN_TURN + 1)
-        parts = [*parts[: MOST_IN_TURN - 2], left_out, parts[-1]]
-    return Markup(", then ").join(parts)
+    texts = [Markup("{} to step {:,}").format(setting, last) for setting, last in distinct_settings[:-1]]
+    texts.append(distinct_settings[-1][0])
+    if len(texts) > MOST_IN_TURN:
+        left_out = Markup("{} others").format(len(texts) - MOST_IN_TURN + 1)
+        texts = [*texts[: MOST_IN_TURN - 2], left_out, texts[-1]]
+    return Markup(", then ").join(texts)
 
 
 def batch(settings: dict[str, Any]) -> str | None:
@@ -76,7 +79,7 @@ SETTINGS: dict[str, Value] = {
     "gradients reduced in": methodcaller("get", "gradient_reduction"),
     "compiled": methodcaller("get", "compile"),
     "activation checkpointing": methodcaller("get", "grad_checkpointing"),
-    "a CUDA graph for each step": methodcaller("get", "step_graph"),
+    "CUDA graph per step": methodcaller("get", "step_graph"),
     "deterministic": methodcaller("get", "deterministic"),
     "sharding": sharding_text,
     "data": data,
@@ -89,16 +92,19 @@ SETTINGS: dict[str, Value] = {
 
 
 def settings(run: RunRecord) -> list[list[Any]]:
-    """Return one row per setting."""
-    began = public_path(run.about.get("resumed_from", "fresh weights"))
-    steps = [f"{start.first:,}" for start in run.kept[1:]]
-    resumed = f"; resumed at {'steps' if len(steps) > 1 else 'step'} {', '.join(steps)}" if steps else ""
+    """Return one row of the page's table for each setting."""
+    initial_weights = public_path(run.about.get("resumed_from", "fresh weights"))
+    resumed_steps = [f"{start.first:,}" for start in run.kept[1:]]
+    resumed = ""
+    if resumed_steps:
+        noun = "steps" if len(resumed_steps) > 1 else "step"
+        resumed = f"; resumed at {noun} {', '.join(resumed_steps)}"
     rows = [[title, over_steps(run, value)] for title, value in SETTINGS.items()]
-    return [*rows, ["started from", began + resumed]]
+    return [*rows, ["started from", initial_weights + resumed]]
 
 
 def recipe_value(run: RunRecord, name: str) -> Any:
-    """Return the value of a flag as a code span."""
+    """Return a flag's value as a code span."""
 
     def value(settings: dict[str, Any]) -> Any:
         return code_span(public_path(as_flag(settings.get("recipe", {}).get(name))))
@@ -113,11 +119,16 @@ def is_default(run: RunRecord, name: str, default: Any) -> bool:
 
 
 def commands(run: RunRecord) -> str:
-    """Return the run's command, or all commands, each after a comment with its steps, if they differ."""
-    pairs = [(command(start.about), f"# steps {start.first + 1:,} to {start.last:,}") for start in run.kept]
-    if len({words for words, _ in pairs}) < 2:
+    """Return the run's command.
+
+    If starts used different commands, return each command after a comment with its steps.
+    """
+    commands_and_steps = [
+        (command(start.about), f"# steps {start.first + 1:,} to {start.last:,}") for start in run.kept
+    ]
+    if len({words for words, _ in commands_and_steps}) < 2:
         return command(run.about)
-    return "\n".join(f"{steps}\n{words or '# not recorded'}" for words, steps in pairs)
+    return "\n".join(f"{steps}\n{words or '# not recorded'}" for words, steps in commands_and_steps)
 
 
 def command(settings: dict[str, Any]) -> str:
@@ -125,27 +136,31 @@ def command(settings: dict[str, Any]) -> str:
 
 
 def rows(run: RunRecord) -> list[list[Any]]:
-    """Return one row per start, or no rows if there was only one start."""
-    return [_row(run, k) for k in range(len(run.starts))] if len(run.starts) > 1 else []
+    """Return one row per start of the run, or no rows for a run with a single start."""
+    if len(run.starts) < 2:
+        return []
+    return [_start_row(run, index) for index in range(len(run.starts))]
 
 
-def _row(run: RunRecord, k: int) -> list[Any]:
-    start, settings = run.starts[k], run.starts[k].about
-    at = time.strftime("%Y-%m-%d %H:%M", time.gmtime(settings["at"])) if "at" in settings else None
+def _start_row(run: RunRecord, index: int) -> list[Any]:
+    start, settings = run.starts[index], run.starts[index].about
+    began_at = time.strftime("%Y-%m-%d %H:%M", time.gmtime(settings["at"])) if "at" in settings else None
     steps = f"{start.first + 1:,} to {start.last:,}" if start.last > start.first else "none"
-    before = next((earlier for earlier in run.starts[:k][::-1] if earlier.first < start.first), None)
-    changed = [recipe_change(start), *(_setting_changes(before, start) if before else ())]
+    previous = next((earlier for earlier in run.starts[:index][::-1] if earlier.first < start.first), None)
+    changed = [recipe_change(start), *(_setting_changes(previous, start) if previous else ())]
     changes = "; ".join(filter(None, changed)) or None
     if not start.is_recorded:
-        changes = "started by an earlier version that did not record starts; values from its last checkpoint"
-    return [at, steps, where(settings), batch(settings), mixed_precision(settings), changes]
+        changes = (
+            "started by an earlier version without records of starts (settings from the last checkpoint)"
+        )
+    return [began_at, steps, where(settings), batch(settings), mixed_precision(settings), changes]
 
 
-def _setting_changes(before: Start, now: Start) -> list[str]:
-    """Return changes of settings that have no column, for example `torch was 2.11.0, now 2.15.0`."""
-    pairs = {name: (before.about.get(name), now.about.get(name)) for name in KEYS_WITHOUT_COLUMN}
+def _setting_changes(previous: Start, start: Start) -> list[str]:
+    """Return changes of settings without a column, for example `torch was 2.11.0, now 2.15.0`."""
+    pairs = {name: (previous.about.get(name), start.about.get(name)) for name in KEYS_WITHOUT_COLUMN}
     for name in ("versions", "sharding"):
-        old, new = before.about.get(name, {}), now.about.get(name, {})
+        old, new = previous.about.get(name, {}), start.about.get(name, {})
         pairs |= {key: (old.get(key), new.get(key)) for key in old | new}
     pairs["commit"] = pairs.pop("git_commit")
     known = {name: pair for name, pair in pairs.items() if None not in pair}
@@ -155,18 +170,21 @@ def _setting_changes(before: Start, now: Start) -> list[str]:
 
 
 def resume_verdict(run: RunRecord) -> str:
-    """State whether later starts changed the training. Return an empty text if there was only one start."""
+    """State whether later starts changed the training. Return an empty string for a single start."""
     if len(run.kept) < 2:
         return ""
     if run.recipe_changes:
         return f"The recipe changed. {'. '.join(change.capitalize() for change in run.recipe_changes)}."
     if not run.kept[0].is_recorded:
-        return "It is not recorded whether all steps were trained with the same recipe."
+        return "The run does not record whether all steps were trained with the same recipe."
     if len({str(start.about.get("git_commit")) for start in run.kept}) > 1:
-        return "The recipe did not change, but the commit did. The training may have changed with the code."
+        return (
+            "The recipe did not change, but the commit changed. The new code may have changed the training."
+        )
     if len({start.about.get("per_device_batch_size") for start in run.kept}) > 1:
         return (
-            "The recipe did not change, but the number of images per forward pass did. BatchNorm, dropout,"
-            " drop path and mixup depend on it. Without them, the training is unchanged up to rounding."
+            "The recipe did not change, but the number of images per forward pass changed. BatchNorm,"
+            " dropout, drop path and mixup depend on this number. Training without these methods changed"
+            " only by rounding."
         )
-    return "The recipe did not change, so the training is unchanged up to rounding."
+    return "The recipe did not change, so the restarts changed the training only by rounding."

@@ -1,6 +1,6 @@
-"""Render the templates of pages. All text is escaped, so that no text can break a table or insert HTML.
+"""Render pages from templates. Escape all text, so that no text can break a table or insert HTML.
 
-In templates/*.md.j2, a value is plain text unless a filter in this file has converted it to Markdown.
+In templates/*.md.j2, a value is plain text unless a filter in this file has converted the value to Markdown.
 """
 
 import html
@@ -20,7 +20,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 
 def render(template: str, **values: Any) -> str:
-    """Render a template as a page. Empty parts of the template leave no blank lines."""
+    """Render a template as a Markdown page, and collapse blank lines of empty parts."""
     return re.sub(r"\n{3,}", "\n\n", _environment().get_template(template).render(values)).strip() + "\n"
 
 
@@ -28,7 +28,7 @@ def render(template: str, **values: Any) -> str:
 def _environment() -> Environment:
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES, "ascii"),
-        autoescape=True,  # the Markdown that finalize returns is not escaped
+        autoescape=True,  # does not escape the Markdown that finalize returns
         finalize=text,
         undefined=StrictUndefined,
     )
@@ -39,16 +39,16 @@ def _environment() -> Environment:
 
 
 def text(value: object) -> Markup:
-    """Escape plain text and join its lines. None becomes `-`. Underscores inside words are not escaped."""
+    """Escape plain text and join its lines. Convert None to `-`. Keep underscores inside words."""
     if isinstance(value, Markup):
         return value
-    line = "-" if value is None else _line(value)
+    line = "-" if value is None else _single_line(value)
     return Markup(re.sub(r"[\\`*\[\]<>&~$|]|(?<!\w)_|_(?!\w)", r"\\\g<0>", line))
 
 
 def code_span(value: object, in_table: bool = True) -> Markup:
-    """Return an inline code span. In a table, bars need a backslash, which readers do not see."""
-    line = _line(value)
+    """Return an inline code span. In a table, escape bars with backslashes, which are not displayed."""
+    line = _single_line(value)
     fence = _fence(line, least=1)
     pad = " " if "`" in line or not line else ""
     span = f"{fence}{pad}{line}{pad}{fence}"
@@ -65,20 +65,20 @@ def bullets(lines: Iterable[object]) -> Markup:
     return Markup("\n".join(f"- {text(line)}" for line in lines))
 
 
-def formatted(value: float | str | None, form: str = "{:,.1f}") -> str | None:
-    """Format a number, for example with `{:,.1f} s`. Return None, text and Markdown unchanged."""
-    return value if value is None or isinstance(value, str) else form.format(value)
+def formatted(value: float | str | None, format_string: str = "{:,.1f}") -> str | None:
+    """Format a number with a format string such as `{:,.1f} s`. Return None, text and Markdown unchanged."""
+    return value if value is None or isinstance(value, str) else format_string.format(value)
 
 
 def markdown_table(
     rows: Iterable[Sequence[object]], head: Sequence[object] = ("", ""), numbers: bool = True
 ) -> Markup:
-    """Return the rows as a Markdown table, or an empty string if there are none.
+    """Return the rows as a Markdown table, or an empty string if there are no rows.
 
     Args:
-        rows: cells of each row.
-        head: titles of the columns.
-        numbers: True to align all columns except the first to the right.
+        rows: Cells of each row.
+        head: Titles of the columns.
+        numbers: True to right-align all columns except the first column.
     """
     lines = [head, [Markup("---"), *[Markup("---:" if numbers else "---")] * (len(head) - 1)], *rows]
     texts = [f"| {' | '.join(map(text, line))} |" for line in lines]
@@ -86,15 +86,18 @@ def markdown_table(
 
 
 def known(rows: Iterable[tuple[object, str, Any]]) -> list[list[object]]:
-    """Format the values of all rows, and drop rows without a value.
+    """Format the values in all rows, and drop rows in which all values are None.
 
     Args:
-        rows: (label, format, value or list of values).
+        rows: Tuples of label, format string, and a value or a list of values.
     """
-    lists = [(label, form, value if isinstance(value, list) else [value]) for label, form, value in rows]
+    labeled_values = [
+        (label, format_string, value if isinstance(value, list) else [value])
+        for label, format_string, value in rows
+    ]
     return [
-        [label, *(formatted(value, form) for value in values)]
-        for label, form, values in lists
+        [label, *(formatted(value, format_string) for value in values)]
+        for label, format_string, values in labeled_values
         if any(value is not None for value in values)
     ]
 
@@ -104,11 +107,11 @@ def each(items: Iterable[Mapping[str, Any]], key: str) -> list[Any]:
 
 
 def columns(items: Sequence[Mapping[str, Any]], labels: Mapping[str, tuple[str, str]]) -> Markup:
-    """Return a table with one row per item and one column per key that any item contains.
+    """Return a table with one row per item and one column for each key that occurs in an item.
 
     Args:
-        items: values by key.
-        labels: label and format of each key.
+        items: Values by key, for each row.
+        labels: Label and format string of each key.
     """
     keys = [key for key in labels if any(item.get(key) is not None for item in items)]
     rows = [[formatted(item.get(key), labels[key][1]) for key in keys] for item in items]
@@ -116,8 +119,10 @@ def columns(items: Sequence[Mapping[str, Any]], labels: Mapping[str, tuple[str, 
 
 
 def folded(content: str, summary: str) -> Markup:
-    """Return Markdown content as a folded section. The summary is plain text."""
-    return Markup(f"<details><summary>{html.escape(_line(summary))}</summary>\n\n{content}\n\n</details>")
+    """Return Markdown content as a folded section with a plain-text summary."""
+    return Markup(
+        f"<details><summary>{html.escape(_single_line(summary))}</summary>\n\n{content}\n\n</details>"
+    )
 
 
 def link(label: object, path: str) -> Markup:
@@ -128,7 +133,7 @@ def url(path: str, safe: str = "/") -> Markup:
     return Markup(quote(path.encode(errors="surrogateescape"), safe=safe))
 
 
-def _line(value: object) -> str:
+def _single_line(value: object) -> str:
     return printable(" ".join(str(value).split()))
 
 

@@ -1,4 +1,4 @@
-"""Markdown page of a run in the log book, and the index of all pages."""
+"""Log book page of a run, and the index of all pages, as Markdown."""
 
 import shlex
 from collections.abc import Collection, Iterator
@@ -16,9 +16,9 @@ from tools.logbook.markdown import code_span, each, formatted, render
 from tools.logbook.run_record import MEANING, RunRecord, as_flag, complete, host_count, stamped_files
 from tools.logbook.spent import main_processes, parts_s, paused_s
 
-SHOWN_CLASSES = 20  # rows in the table of classes
-MOST_STARTS = 20  # largest number of starts for which the table is not folded
-SHOWN_CHARACTERS = 60_000  # largest part of an nvidia-smi dump, because GitHub shows pages of up to 512 kB
+SHOWN_CLASSES = 20  # maximum number of rows in the table of classes
+MOST_STARTS = 20  # maximum number of starts in a table that is not folded
+SHOWN_CHARACTERS = 60_000  # maximum length of an nvidia-smi dump. GitHub shows at most 512 kB per page
 PER_CLASS = ("precision", "recall", "f1", "specificity", "support")
 SET_BY_STARTS = ("strategy", "batch_size", "epochs", "processes", "device")
 INDEXED = ["script", *SET_BY_STARTS, "hosts", "status"]
@@ -26,12 +26,17 @@ INDEXED += ["best_accuracy", "final_accuracy", "test_accuracy", "val_name", "tes
 
 
 def run_page(run: RunRecord, stem: str, pictures: list[str]) -> str:
-    """Return a run's page. `stem` is the page's name without suffix, and the name of the pictures' folder."""
-    from onecurve.run.end_tables import early_end  # imports torch
+    """Return a run's page.
+
+    `stem` is the file name of the page without suffix, and the folder of the plots.
+    """
+    from onecurve.run.end_tables import early_end  # this import loads torch
 
     facts, about = complete(run.facts, kinds(Result)), complete(run.about, kinds(RecipeFile))
     recipe = {name: [code_span(name), history.recipe_value(run, name)] for name in run.recipe}
     defaults = about["defaults"] or {}
+    flags_with_default = [name for name in recipe if name in defaults]
+    changed_flags = [n for n in flags_with_default if not history.is_default(run, n, defaults[n])]
     return render(
         "run.md.j2",
         run=run,
@@ -40,29 +45,29 @@ def run_page(run: RunRecord, stem: str, pictures: list[str]) -> str:
         facts=facts,
         about=about,
         early_end=early_end(run.facts),
-        evaluations=(evaluations := _evaluations(run)),
-        measured=_measured(evaluations.values()),
-        reports={name: _report(report) for name, report in run.reports.items() if report},
-        stamps=_stamps(run),
+        evaluations=(evaluations := _headline_evaluations(run)),
+        measured=_metric_rows(evaluations.values()),
+        reports={name: _report_rows(report) for name, report in run.reports.items() if report},
+        stamps=_stamps_with_changes(run),
         meaning=MEANING,
         parts=parts_s(run),
         paused_s=paused_s(run),
         restarts=len(main_processes(run)) - 1,
         memory=[{"process": rank} | peaks for rank, peaks in enumerate(facts["memory_gib"] or [])],
-        dumps=_dumps(run),
+        dumps=_nvidia_smi_dumps(run),
         history=history,
         most_starts=MOST_STARTS,
         batch_size=run.over_starts(methodcaller("get", "batch_size")),
         epochs=run.over_starts(methodcaller("get", "epochs")),
         recipe=list(recipe.values()),
-        changed=[recipe[n] for n in recipe if n in defaults and not history.is_default(run, n, defaults[n])],
+        changed=[recipe[name] for name in changed_flags],
         public_path=public_path,
         quote=shlex.quote,
     )
 
 
 def index_values(run: RunRecord) -> dict[str, Any]:
-    """Return the values that the index shows of a run."""
+    """Return the values that the index shows for a run."""
     values = {"model": run.model, "data": run.data, "is_rehearsal": run.is_rehearsal}
     values |= {name: run.over_starts(methodcaller("get", name)) for name in SET_BY_STARTS}
     defaults = run.about.get("defaults") or {}
@@ -74,18 +79,21 @@ def index_values(run: RunRecord) -> dict[str, Any]:
 
 
 def index(runs: dict[str, dict[str, Any]], comparisons: dict[str, str]) -> str:
-    """Return the index. `runs` maps pages to index_values, and `comparisons` maps pages to titles."""
-    # Pages of earlier versions do not contain the key `flags`.
+    """Return the index page.
+
+    `runs` maps pages to their index_values, and `comparisons` maps pages to titles.
+    """
+    # Pages from earlier versions do not contain the key `flags`.
     rows = {page: dict.fromkeys([*INDEXED, "flags"]) | values for page, values in runs.items()}
     return render("index.md.j2", runs=rows, comparisons=comparisons)
 
 
-def _evaluations(run: RunRecord) -> dict[str, dict[str, Any]]:
-    """Map a description of each headline evaluation (test split, best step, last step) to its values."""
+def _headline_evaluations(run: RunRecord) -> dict[str, dict[str, Any]]:
+    """Map a description of each headline evaluation (test split, best step, last step) to its metrics."""
     facts, last = run.facts, run.evaluations[-1] if run.evaluations else {}
     best, final, test = (
-        {f"val/{name}": facts.get(f"{which}_{name}") for name in METRICS}
-        for which in ("best", "final", "test")
+        {f"val/{name}": facts.get(f"{prefix}_{name}") for name in METRICS}
+        for prefix in ("best", "final", "test")
     )
     best["step"] = facts.get("best_step")
     best |= next((line for line in run.evaluations if line["step"] == best["step"]), {})
@@ -93,48 +101,49 @@ def _evaluations(run: RunRecord) -> dict[str, dict[str, Any]]:
     step, last_step = (formatted(values.get("step"), "step {:,}") or "-" for values in (best, final))
     evaluations = {f"best on the {run.evaluated_images()}, {step}": best, f"final, {last_step}": final}
     if "test_name" in facts:
-        tested = {f"on the {run.evaluated_images('test')}, weights of {step}": test}
+        tested = {f"on the {run.evaluated_images('test')}, with the weights of {step}": test}
         return tested | evaluations
     return evaluations
 
 
-def _measured(evaluations: Collection[dict[str, Any]]) -> list[tuple[str, str, list[float | None]]]:
-    """Return one row per metric, in the format that markdown.known() accepts."""
+def _metric_rows(evaluations: Collection[dict[str, Any]]) -> list[tuple[str, str, list[float | None]]]:
+    """Return one row per metric in the format of markdown.known()."""
     titles = {name: metric.title for name, metric in METRICS.items() if metric.is_share}
     titles |= {"raw_accuracy": "accuracy without EMA"}
     titles |= {name: metric.title for name, metric in METRICS.items() if not metric.is_share}
     return [(title, "{:.4f}", each(evaluations, f"val/{name}")) for name, title in titles.items()]
 
 
-def _report(report: dict[str, Any]) -> dict[str, Any]:
-    """Return a report of validate.py with a row for each class, or for the classes with the lowest F1."""
+def _report_rows(report: dict[str, Any]) -> dict[str, Any]:
+    """Return a validate.py report with a row for each class, or only for the classes with the lowest F1."""
     classes, columns = report.get("classes", []), report.get("per_class", {})
     shown = complete(report, kinds(Report)) | {"rows": [], "shown": "All classes"}
     if any(len(columns.get(name) or ()) != len(classes) for name in PER_CLASS):
         return shown
-    order = list(range(len(classes)))
+    shown_classes = list(range(len(classes)))
     if len(classes) > SHOWN_CLASSES:
-        with_images = [i for i in order if columns["support"][i]]
-        order = sorted(with_images, key=lambda i: columns["f1"][i])[:SHOWN_CLASSES]
-        shown["shown"] = f"The {len(order)} of {len(classes)} classes with the lowest F1"
-    for i in order:
-        shares = (f"{columns[name][i]:{',' if name == 'support' else '.4f'}}" for name in PER_CLASS)
-        shown["rows"].append([classes[i], *shares])
+        with_images = [label for label in shown_classes if columns["support"][label]]
+        shown_classes = sorted(with_images, key=lambda label: columns["f1"][label])[:SHOWN_CLASSES]
+        shown["shown"] = f"The {len(shown_classes)} of {len(classes)} classes with the lowest F1"
+    for label in shown_classes:
+        shares = (f"{columns[name][label]:{',' if name == 'support' else '.4f'}}" for name in PER_CLASS)
+        shown["rows"].append([classes[label], *shares])
     return shown
 
 
-def _stamps(run: RunRecord) -> list[dict[str, Any]]:
-    """Return the outcomes of verify.py. An outcome is void if `changed` lists files that changed since."""
+def _stamps_with_changes(run: RunRecord) -> list[dict[str, Any]]:
+    """Return the outcomes of verify.py. An outcome is void if `changed` lists files that changed later."""
     files, outcomes = stamped_files(run.folder) if run.stamps else {}, []
     for stamp in run.stamps:
-        # Runs of earlier versions have no starts.jsonl, so their stamps do not contain its hash.
+        # Runs from earlier versions have no starts.jsonl, so the stamps of these runs do not contain its
+        # hash.
         changed = [name for name in files if files[name] != stamp.get("files", {}).get(name, "")]
         outcomes.append(complete(stamp, kinds(Stamp)) | {"changed": some_of(changed)})
     return outcomes
 
 
-def _dumps(run: RunRecord) -> Iterator[tuple[str, str, bool]]:
-    """Yield each host, the beginning of its `nvidia-smi -q` text, and True if the text was cut."""
+def _nvidia_smi_dumps(run: RunRecord) -> Iterator[tuple[str, str, bool]]:
+    """Yield each host's name, the beginning of its `nvidia-smi -q` output, and True if the output was cut."""
     for file in own_files(run.folder, "nvidia-smi-*.txt"):
         with open(file, errors="replace") as opened:
             dump = opened.read(SHOWN_CHARACTERS + 1)

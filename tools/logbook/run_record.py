@@ -1,4 +1,4 @@
-"""Read a run's folder, even if some files are missing or broken."""
+"""Read a run folder, even if some files are missing or broken."""
 
 import contextlib
 import copy
@@ -30,24 +30,27 @@ from onecurve.system.files import Kind, parse_json, read_own, sha256_of, typed_v
 from onecurve.system.paths import public_path
 from onecurve.system.text import plural
 
-PARTS = ("recipe.json", "result.json", "metrics.jsonl", "checkpoints")  # a run's folder contains one of these
-VERIFIED = "verified.json"  # written by verify.py
-BIT_FOR_BIT, EVALUATED_AGAIN = "bit for bit", "evaluated again"  # kinds of verification
-MEANING = {  # what a verification without a difference proves
-    BIT_FOR_BIT: "the replayed steps were trained again, and every value and weight is the same, bit for bit:"
-    " this recipe gives these results in these steps. Other steps and the items below are not verified",
-    EVALUATED_AGAIN: "the best and the last weights were evaluated again and reach these accuracies, up to"
-    " the few images that a repeated evaluation changes. It is not verified that this training gave these"
-    " weights. The differences of the replayed steps are reported without a verdict",
+# Every run folder contains at least one of these files and folders.
+PARTS = ("recipe.json", "result.json", "metrics.jsonl", "checkpoints")
+VERIFIED = "verified.json"  # file that verify.py writes
+BIT_FOR_BIT, EVALUATED_AGAIN = "bit for bit", "evaluated again"  # two kinds of verification
+MEANING = {  # what each kind of verification proves if there is no difference
+    BIT_FOR_BIT: "The replayed steps were trained again. Every logged value and every weight is bitwise"
+    " identical, so this recipe produces these results in these steps. All other steps and the items below"
+    " are not verified.",
+    EVALUATED_AGAIN: "The best weights and the last weights reach the reported accuracies in a new"
+    " evaluation, except for the few images that a repeated evaluation changes. It is not verified that this"
+    " training run produced the weights. The differences in the replayed steps are reported without a"
+    " verdict.",
 }
-COMPARED = ("recipe.json", "result.json", "metrics.jsonl", STARTS)  # compared with a replay, like checkpoints
-MOST_BYTES = 2**31  # larger files are not read, but 14 days of telemetry of 8 GPUs are smaller
-MOST_SAMPLES = 5_000  # telemetry samples per host on a page; 64 hosts write 8 GB of samples a day
-FEWEST_SPEEDS = 8  # fewest values from which deciles are computed
+COMPARED = ("recipe.json", "result.json", "metrics.jsonl", STARTS)  # files that verify.py compares
+MOST_BYTES = 2**31  # maximum size of a file. 14 days of telemetry from 8 GPUs are smaller
+MOST_SAMPLES = 5_000  # telemetry samples per host on a page. 64 hosts write 8 GB of samples a day
+FEWEST_SPEEDS = 8  # minimum number of throughput values for deciles
 UNFINISHED = "killed or still running"  # status of a run without a result
 STRATEGIES = {"single": "one process", "ddp": "DDP", "fsdp": "FSDP2"}
 HALF_PRECISION = {
-    "autocast": "by autocast: weights and residual stream in fp32",
+    "autocast": "by autocast (weights and residual stream in fp32)",
     "weights": "weights and all activations",
 }
 KINDS: dict[str, dict[str, Kind]] = {
@@ -61,37 +64,39 @@ KINDS: dict[str, dict[str, Kind]] = {
     VERIFIED: kinds(Verified),
 }
 for name in ("recipe.json", STARTS):
-    del KINDS[name]["argv"]  # pages show `command`, which contains the words as the user typed them
+    del KINDS[name]["argv"]  # pages show `command`, which contains the words that the user typed
 
 
 class RunRecord:
-    """Content of a run's folder. Values of an unexpected type are left out.
+    """Content of a run folder. Values with an unexpected type are left out.
 
     Attributes:
-        problems: a line for each missing or broken file.
-        about: content of recipe.json.
-        recipe: the recipe's flags and values.
-        metrics: lines of metrics.jsonl.
-        evaluations: lines of metrics.jsonl with `val/loss`.
-        telemetry: lines of telemetry-<host>.jsonl by host.
-        facts: values of result.json. A missing value is `derived` from the other files.
-        starts: starts recorded in starts.jsonl, which earlier versions did not write.
-        kept: starts that trained steps of the result.
-        stamps: outcomes of verify.py.
-        reports: reports of validate.py by name.
+        problems: Messages about missing or broken files.
+        about: Content of recipe.json.
+        recipe: Values of the recipe's flags.
+        metrics: Lines of metrics.jsonl.
+        evaluations: Lines of metrics.jsonl that contain `val/loss`.
+        telemetry: Lines of telemetry-<host>.jsonl by host.
+        facts: Values in result.json. Missing values are `derived` from the other files.
+        starts: Starts recorded in starts.jsonl, which earlier versions did not write.
+        kept: Starts that trained steps of the final result.
+        stamps: Outcomes of verify.py.
+        reports: Reports of validate.py by name.
 
     Raises:
-        ValueError: the folder does not belong to a run.
+        ValueError: If the folder is not a run folder.
     """
 
-    unknown: Set[str] = frozenset()  # names of values in result.json of a later start, in as_of()
+    unknown: Set[str] = frozenset()  # values of result.json that belong to a later start, after as_of()
 
     def __init__(self, folder: Path):
         if not any((folder / part).exists() for part in PARTS):
-            raise ValueError(f"{folder} is not the folder of a run: it contains none of {', '.join(PARTS)}")
+            raise ValueError(
+                f"{folder} is not a run folder. The folder contains none of these: {', '.join(PARTS)}"
+            )
         self.folder = folder
         self.problems: list[str] = []
-        self.about = self._read("recipe.json")
+        self.about = self._read_json("recipe.json")
         self.recipe = without_left(self.about.get("recipe", {}))
         self.metrics = self._read_lines("metrics.jsonl", {"step", "epoch", "wall_s"})
         self.evaluations = [line for line in self.metrics if "val/loss" in line]
@@ -101,20 +106,20 @@ class RunRecord:
         }
         if not self.telemetry and self.recipe.get("telemetry_s") != 0:
             self.problems.append("telemetry-<host>.jsonl is missing")
-        result = self._read("result.json")
+        result = self._read_json("result.json")
         lines = self._read_lines(STARTS, set()) if (folder / STARTS).exists() else []
         best_began = [line.get("step", 0) for line in lines if measures_anew(line)]
-        self.derived = self._derived(max(best_began, default=0))
+        self.derived = self._derive_facts(max(best_began, default=0))
         self.facts = self.derived | result
         self.starts = in_order([*map(with_totals, lines)], self.facts.get("steps", 0))
         self.kept = kept(self.starts)
         shows_classes = self.facts["status"] == "finished" and "best_accuracy" in self.facts
         has_confusion = shows_classes or (folder / "confusion.json").exists()
-        self.confusion = self._matrix("confusion.json") if has_confusion else {}
-        stamps = self._read(VERIFIED) if (folder / VERIFIED).exists() else {}
+        self.confusion = self._read_matrix("confusion.json") if has_confusion else {}
+        stamps = self._read_json(VERIFIED) if (folder / VERIFIED).exists() else {}
         self.stamps: list[dict[str, Any]] = stamps.get("stamps", [])
         self.reports = {
-            path.name: self._matrix(f"validation/{path.name}/report.json")
+            path.name: self._read_matrix(f"validation/{path.name}/report.json")
             for path in sorted(folder.glob("validation/*"))
             if path.is_dir()
         }
@@ -126,13 +131,13 @@ class RunRecord:
 
     @property
     def changes(self) -> list[dict[str, Any]]:
-        """Lines of metrics.jsonl that record that hosts joined or left."""
+        """Lines of metrics.jsonl that record hosts joining or leaving the job."""
         needed = {"hosts", "hosts_before", "processes", "processes_before"}
         return [line for line in self.metrics if needed <= set(line)]
 
     @property
     def interruptions(self) -> list[tuple[int, str, float | None]]:
-        """Step, reason, and seconds until the next step, for each stop by a signal."""
+        """Step, reason, and seconds until the next step, for each interruption by a signal."""
         stops: list[tuple[int, str, float | None]] = []
         for line in self.metrics:
             if "interrupted_at" in line:
@@ -144,18 +149,21 @@ class RunRecord:
 
     @property
     def fold(self) -> tuple[int, int] | None:
-        """Fold and number of folds, for example (2, 5) for `--fold 2/5`."""
+        """Index of the fold and number of folds, for example (2, 5) for `--fold 2/5`."""
         holdout = self.recipe.get("holdout")
         return parse_fold(holdout) if isinstance(holdout, str) else None
 
     @property
     def unit(self) -> str:
-        """Plural name of a sample, which is `images` unless recipe.json names another unit."""
+        """Plural name of a sample: `images`, unless recipe.json contains a different unit."""
         return self.about.get("unit", "images")
 
     @property
     def identity(self) -> dict[str, str | None]:
-        """Folder and hash of the first line of the metrics. The time in this line makes the hash unique."""
+        """Run folder and hash of the first line in metrics.jsonl.
+
+        The time in this line makes the hash unique.
+        """
         first = json.dumps(self.metrics[0], sort_keys=True) if self.metrics else None
         return {
             "run": public_path(self.folder.resolve()),
@@ -170,35 +178,37 @@ class RunRecord:
 
         summaries = []
         for host in (host for host, lines in self.telemetry.items() if lines):
-            with contextlib.suppress(OSError, ValueError, RecursionError):  # self.problems lists these errors
+            with contextlib.suppress(
+                OSError, ValueError, RecursionError
+            ):  # self.problems already lists these errors
                 summaries.append(summarize(self.folder / f"telemetry-{host}.jsonl"))
         return summaries
 
-    def _derived(self, best_began: int) -> dict[str, Any]:
+    def _derive_facts(self, best_began: int) -> dict[str, Any]:
         """Derive values of result.json from the other files.
 
         Args:
-            best_began: first step whose evaluation may be the best one.
+            best_began: First step whose evaluation may be the best evaluation.
         """
         settings, recipe = self.about, typed_values(self.recipe, KINDS["result.json"])[0]
         devices, hosts = settings.get("devices", []), settings.get("hosts", [])
-        by = recipe.get("best_by", "accuracy")
+        best_by = recipe.get("best_by", "accuracy")
         comparable = [line for line in self.evaluations if line["step"] >= best_began]
-        best = max(comparable, key=lambda line: score_of(line, by), default={})
+        best = max(comparable, key=lambda line: score_of(line, best_by), default={})
         final = self.evaluations[-1] if self.evaluations else {}
-        lines = [self.metrics, *self.telemetry.values()]
-        saved = sorted(self.folder.glob("checkpoints/step_*/manifest.json"))
+        logs = [self.metrics, *self.telemetry.values()]
+        manifests = sorted(self.folder.glob("checkpoints/step_*/manifest.json"))
         values = {
             "status": "unknown" if (self.folder / "result.json").exists() else UNFINISHED,
             "processes": len(devices) or None,
             "hosts": len(hosts) or None,
             "device": devices[0] if devices else None,
-            "steps": max((line["step"] for part in lines for line in part if "step" in line), default=None),
+            "steps": max((line["step"] for log in logs for line in log if "step" in line), default=None),
             "best_step": best.get("step"),
             **{f"best_{name}": best.get(f"val/{name}") for name in METRICS if name != "loss"},
-            "best_loss": None if f"val/{by}" in best and by != "loss" else best.get("val/loss"),
+            "best_loss": None if f"val/{best_by}" in best and best_by != "loss" else best.get("val/loss"),
             **{f"final_{name}": final.get(f"val/{name}") for name in METRICS},
-            "checkpoint": f"checkpoints/{saved[-1].parent.name}" if saved else None,
+            "checkpoint": f"checkpoints/{manifests[-1].parent.name}" if manifests else None,
         }
         names = ["script", "strategy", "compile", "grad_checkpointing", "step_graph"]
         names += ["mixed_precision", "half_precision", "gradient_reduction"]
@@ -217,18 +227,20 @@ class RunRecord:
         return self.about | self.facts | {"hosts": hosts}
 
     def over_starts(self, value: Callable[[dict[str, Any]], Any]) -> Any:
-        """Return the setting of the last start, or text such as `a, then b` if the starts differ."""
-        values = ["unknown" if (v := value(start.about)) is None else str(v) for start in self.kept]
+        """Return the last start's setting, or text such as `a, then b` if the starts differ."""
+        values = [
+            "unknown" if (setting := value(start.about)) is None else str(setting) for start in self.kept
+        ]
         return in_turn(values) if len(set(values)) > 1 else value(self.last)
 
     def as_of(self, start: Start) -> "RunRecord":
-        """Return the run as if all starts had used the settings of this start."""
+        """Return a copy of the run in which all starts have the settings of the given start."""
         run, settings = copy.copy(self), start.about
         if start is self.starts[-1]:
             run.about = settings | self.about
             return run
         run.about = settings
-        # Manifests of earlier versions lack some flags.
+        # Manifests from earlier versions lack some flags.
         run.recipe = ({} if start.is_recorded else self.recipe) | settings.get("recipe", {})
         run.facts = self.facts | {name: settings[name] for name in KINDS["result.json"] if name in settings}
         run.facts["hosts"] = host_count(settings)
@@ -245,19 +257,19 @@ class RunRecord:
 
     @property
     def recipe_changes(self) -> list[str]:
-        """Changes of the recipe by the kept starts, for example `step 100: lr was 0.01, now 0.001`."""
+        """Recipe changes by the kept starts, for example `step 100: lr was 0.01, now 0.001`."""
         return [f"step {start.first:,}: {text}" for start in self.kept if (text := recipe_change(start))]
 
     # --- In words
 
     @property
     def where(self) -> str:
-        """Strategy and devices, for example `DDP on 2 x NVIDIA T4, then one process on 1 x NVIDIA T4`."""
+        """Strategies and devices, for example `DDP on 2 x NVIDIA T4, then one process on 1 x NVIDIA T4`."""
         return self.over_starts(where)
 
     @property
     def job(self) -> str:
-        """Strategy and processes, for example `ddp x 2 then single x 1`. Commas would split names."""
+        """Strategies and processes without commas, for example `ddp x 2 then single x 1`."""
         return str(self.over_starts(job)).replace(", then", " then")
 
     @property
@@ -277,11 +289,11 @@ class RunRecord:
 
     @property
     def claim(self) -> str:
-        """Outcome of the run in one line of plain text."""
+        """Result of the run as one line of plain text."""
         facts = self.facts
-        keys = [f"{which}_{measure}" for measure in ("accuracy", "loss") for which in ("test", "final")]
-        outcome, key = f"no evaluation of {self.data}", next((key for key in keys if key in facts), None)
-        if key:
+        headline_keys = ("test_accuracy", "final_accuracy", "test_loss", "final_loss")
+        outcome = f"no evaluation of {self.data}"
+        if key := next((key for key in headline_keys if key in facts), None):
             which, _, measure = key.partition("_")
             images = self.evaluated_images("test" if which == "test" else "val")
             outcome = f"reaches {measure} {facts[key]:.4f} on the {images} of {self.data}"
@@ -293,15 +305,15 @@ class RunRecord:
 
     @property
     def memory_gib(self) -> float | None:
-        """Largest peak memory of any process, in GiB."""
+        """Maximum peak memory over all processes, in GiB."""
         return max((process.get("peak") or 0 for process in self.facts.get("memory_gib", [])), default=None)
 
     @property
     def speed_spread(self) -> float | None:
-        """Range of images/s from the 10th to the 90th percentile, relative to the median.
+        """Difference between the 90th and the 10th percentile of images/s, relative to the median.
 
-        Each line of the log contributes one value, except the first line, which includes the warm-up. The
-        spread is None if there are too few lines.
+        Each log line contributes one throughput value, except the first line, which includes the warm-up. The
+        spread is None if the log contains too few lines.
         """
         speeds = [line.get("train/images_per_s", 0) for line in self.metrics]
         speeds = [speed for speed in speeds if 0 < speed < math.inf][1:]
@@ -312,17 +324,19 @@ class RunRecord:
 
     @property
     def utilisation_pct(self) -> tuple[float | None, str]:
-        """Mean utilisation and `GPU`. Without GPUs, mean utilisation of the hosts' CPUs and `CPU`."""
+        """Mean utilisation of the GPUs and `GPU`, or mean utilisation of the CPUs and `CPU` without GPUs."""
         hosts = self.host_summaries()
         for name, weight, device in (("utilisation_pct", "gpus", "GPU"), ("cpu_pct", "samples", "CPU")):
-            known = [(host[name], host.get(weight) or 1) for host in hosts if host.get(name) is not None]
-            if known:
-                return sum(value * w for value, w in known) / sum(w for _, w in known), device
+            measured = [host for host in hosts if host.get(name) is not None]
+            weights = [host.get(weight) or 1 for host in measured]
+            if measured:
+                weighted = [host[name] * weight for host, weight in zip(measured, weights, strict=True)]
+                return sum(weighted) / sum(weights), device
         return None, "device"
 
     # --- Reading
 
-    def _bytes(self, name: str) -> bytes | None:
+    def _file_content(self, name: str) -> bytes | None:
         try:
             return read_own(self.folder, name, MOST_BYTES)
         except FileNotFoundError:
@@ -331,76 +345,78 @@ class RunRecord:
             self.problems.append(f"{name} can't be read: {error.strerror}")
         return None
 
-    def _read(self, name: str) -> dict[str, Any]:
-        content = self._bytes(name)
+    def _read_json(self, name: str) -> dict[str, Any]:
+        content = self._file_content(name)
         if content is None:
             return {}
         try:
-            kept, odd = typed_values(parse_json(content, self.folder / name), KINDS[Path(name).name])
+            values, wrong_keys = typed_values(parse_json(content, self.folder / name), KINDS[Path(name).name])
         except ValueError as error:
             self.problems.append(str(error).removeprefix(f"{self.folder}/"))
             return {}
-        if odd:
-            self.problems.append(f"{name} has unexpected types in {', '.join(odd)}")
-        return kept
+        if wrong_keys:
+            self.problems.append(f"{name} contains values of unexpected types: {', '.join(wrong_keys)}")
+        return values
 
     def _read_lines(self, name: str, needed: set[str], kind: str | None = None) -> list[dict[str, Any]]:
-        """Read the complete lines of a file. Skip lines that a kill or a full disk has cut.
+        """Read the complete lines of a JSON Lines file. Skip lines that a kill or a full disk truncated.
 
         Args:
-            name: name of the file.
-            needed: keys that every line must contain.
-            kind: key in KINDS. Default: the name.
+            name: Name of the file.
+            needed: Keys that every line must contain.
+            kind: Key in KINDS. Default: `name`.
         """
         kind = kind or name
-        content = self._bytes(name)
+        content = self._file_content(name)
         if content is None:
             return []
-        texts = content.decode(errors="replace").splitlines()
-        texts = _thinned(texts) if kind == "telemetry.jsonl" else texts
-        lines, broken = [], 0
-        for text in texts:
+        raw_lines = content.decode(errors="replace").splitlines()
+        raw_lines = _sample_lines(raw_lines) if kind == "telemetry.jsonl" else raw_lines
+        lines, broken_lines = [], 0
+        for raw_line in raw_lines:
             try:
-                kept, odd = typed_values(parse_json(text, name), KINDS[kind])
+                values, wrong_keys = typed_values(parse_json(raw_line, name), KINDS[kind])
             except ValueError:
-                kept, odd = {}, [text]
-            if needed <= kept.keys():
-                lines.append(kept)
-            broken += bool(odd) or not needed <= kept.keys()
-        if broken:
-            self.problems.append(f"{name} has {broken} of {len(texts)} lines that can't be read")
-        elif not texts:
+                values, wrong_keys = {}, [raw_line]
+            if needed <= values.keys():
+                lines.append(values)
+            broken_lines += bool(wrong_keys) or not needed <= values.keys()
+        if broken_lines:
+            self.problems.append(f"{name} contains unreadable lines ({broken_lines} of {len(raw_lines)})")
+        elif not raw_lines:
             self.problems.append(f"{name} is empty")
         return lines
 
-    def _matrix(self, name: str) -> dict[str, Any]:
-        """Read a file with a square confusion matrix, or with the most frequent mistakes for many classes."""
-        content = self._read(name)
-        number = len(content.get("classes", []))
+    def _read_matrix(self, name: str) -> dict[str, Any]:
+        """Read a file with a square confusion matrix or, for many classes, the most frequent mistakes."""
+        content = self._read_json(name)
+        class_count = len(content.get("classes", []))
+
+        def is_valid(mistake: list[Any]) -> bool:
+            return len(mistake) == 3 and all(label in range(class_count) for label in mistake[:2])
+
         mistakes = content.get("mistakes")
-        if mistakes is not None and all(
-            len(row) == 3 and all(k in range(number) for k in row[:2]) for row in mistakes
-        ):
+        if mistakes is not None and all(map(is_valid, mistakes)):
             return {key: value for key, value in content.items() if key != "confusion"}
         content.pop("mistakes", None)
         rows = content.get("confusion", [])
         sizes = {len(rows), len(content.get("classes", [])), *map(len, rows)}
         if content and (len(sizes) > 1 or not rows):
-            self.problems.append(f"{name} has no square confusion matrix")
+            self.problems.append(f"{name} contains no square confusion matrix")
             content = {key: value for key, value in content.items() if key != "confusion"}
         return content
 
 
-def _thinned(texts: list[str]) -> list[str]:
-    """Select about MOST_SAMPLES samples. Keep the first and the last sample of each process."""
-    heads = [number for number, text in enumerate(texts) if text.startswith('{"host"')]
-    kept = {*heads, *(number - 1 for number in (*heads, len(texts)))}
-    kept |= {*range(0, len(texts), 1 + len(texts) // MOST_SAMPLES)}
-    return [texts[number] for number in sorted(kept - {-1})]
+def _sample_lines(raw_lines: list[str]) -> list[str]:
+    """Select about MOST_SAMPLES telemetry samples, including each process's first and last sample."""
+    first_lines = [number for number, raw_line in enumerate(raw_lines) if raw_line.startswith('{"host"')]
+    kept = {*first_lines, *(number - 1 for number in (*first_lines, len(raw_lines)))}
+    kept |= {*range(0, len(raw_lines), 1 + len(raw_lines) // MOST_SAMPLES)}
+    return [raw_lines[number] for number in sorted(kept - {-1})]
 
 
 def device_summary(settings: dict[str, Any]) -> str:
-    """Return the devices, such as `2 x NVIDIA T4` or `1 x A, 1 x B`."""
+    """Return the devices as text, such as `2 x NVIDIA T4` or `1 x A, 1 x B`."""
     if not (names := settings.get("devices")):
         return f"{settings.get('processes', '?')} x {settings.get('device', 'unknown device')}"
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
@@ -412,19 +428,19 @@ def host_count(settings: dict[str, Any]) -> int:
 
 
 def where(settings: dict[str, Any]) -> str:
-    """Return the strategy and the devices, such as `DDP on 2 x NVIDIA T4`."""
+    """Return the strategy and the devices as text, such as `DDP on 2 x NVIDIA T4`."""
     strategy, hosts = settings.get("strategy", "unknown strategy"), host_count(settings)
     name = STRATEGIES.get(strategy, strategy.replace("zero", "ZeRO-"))
     return f"{name} on {device_summary(settings)}" + (f", {hosts} hosts" if hosts > 1 else "")
 
 
 def job(settings: dict[str, Any]) -> str:
-    """Return the strategy and the number of processes, such as `ddp x 2`."""
+    """Return the strategy and the number of processes as text, such as `ddp x 2`."""
     return f"{settings.get('strategy', 'unknown')} x {settings.get('processes', '?')}"
 
 
 def mixed_precision(settings: dict[str, Any]) -> str:
-    """Describe the precision, for example `bf16, by autocast: weights and residual stream in fp32`."""
+    """Describe the precision, for example `bf16, by autocast (weights and residual stream in fp32)`."""
     precision, half = settings.get("mixed_precision", "-"), settings.get("half_precision", "")
     return f"{precision}, {HALF_PRECISION[half]}" if half in HALF_PRECISION else precision
 
@@ -433,8 +449,8 @@ def recipe_change(start: Start, shown: Callable[[str], str] = public_path) -> st
     """Return how a start changed the checkpoint's recipe, for example `lr was 0.01, now 0.001`.
 
     Args:
-        start: the start.
-        shown: function that converts a value, which may be a private path, to public text.
+        start: Start of a run.
+        shown: Function that converts a value, which may be a private path, to public text.
     """
     pairs = start.about.get("changed", {}).items()
     return "; ".join(
@@ -445,12 +461,15 @@ def recipe_change(start: Start, shown: Callable[[str], str] = public_path) -> st
 
 
 def measures_anew(start: dict[str, Any]) -> bool:
-    """Return True if a line of starts.jsonl records a change of the metric or the evaluated images."""
+    """Return True if a start changed the metric or the evaluated images.
+
+    `start` is a line of starts.jsonl.
+    """
     return not {CONTENT, CROPPED, *declared("measures_best")}.isdisjoint(start.get("changed", {}))
 
 
 def with_totals(line: dict[str, Any]) -> dict[str, Any]:
-    """Return a line of starts.jsonl, completed with the values that result.json derives from the line."""
+    """Return a line of starts.jsonl with additional values that result.json derives from the line."""
     names = ("data", "batch_size", "epochs", "seed", "deterministic")
     recipe = typed_values(line.get("recipe", {}), KINDS["result.json"])[0]
     totals = {name: recipe[name] for name in names if name in recipe}
@@ -460,19 +479,19 @@ def with_totals(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def score_of(line: dict[str, Any], by: str) -> float:
-    """Return the score of the evaluation that a line of metrics.jsonl records."""
+    """Return the score of the evaluation in a line of metrics.jsonl."""
     return score({name: line[f"val/{name}"] for name in METRICS if f"val/{name}" in line}, by)
 
 
 def as_flag(value: Any) -> str:
-    """Return the value as a user writes it after a flag."""
+    """Return the value in the form that users write after a flag."""
     if isinstance(value, list):
         return ",".join(map(str, value)) or "none"
     return "unset" if value is None else str(value)
 
 
 def complete(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Add each missing name to the values, with None as its value."""
+    """Add missing names with the value None."""
     return dict.fromkeys(names) | values
 
 
@@ -482,11 +501,11 @@ def read_picture(file: Path) -> Image.Image:
         with Image.open(file, formats=["PNG"]) as image:
             return image.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"can't be read as an image: {type(error).__name__}") from None
+        raise ValueError(f"can't be read as an image ({type(error).__name__})") from None
 
 
 def stamped_files(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file that verify.py compares, or "" for a missing or too large file."""
+    """Map each file that verify.py compares to its SHA-256, or to "" for a missing or too large file."""
 
     def hashed(file: Path) -> str:
         return sha256_of(file) if file.is_file() and file.stat().st_size <= MOST_BYTES else ""

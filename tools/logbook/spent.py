@@ -1,4 +1,4 @@
-"""Measured time that a run spent on each activity, over all starts."""
+"""Time that a run spent on each activity, measured over all starts."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,7 +24,7 @@ from tools.logbook.run_record import RunRecord
 
 PARTS = {
     TRAINING: "training steps",
-    READING: "waiting for data, augmentation",
+    READING: "waiting for data and augmentation",
     EVALUATION: "evaluation",
     SAVING: "saving",
     IMPORTS: "starting: imports",
@@ -34,20 +34,23 @@ PARTS = {
     MODEL: "starting: model",
     WARM_UP: "starting: steps before graph capture",
     CAPTURE: "starting: graph capture",
-    STARTING: "starting: run folder, first batch, other work",
+    STARTING: "starting: run folder, first batch and other work",
     FIRST_EVALUATION: "first evaluation",
     PLOTS: "ending: plots",
-    ENDING: "ending: last checkpoint, upload",
+    ENDING: "ending: last checkpoint and upload",
 }
-LOST = "lost at restarts: work after the last checkpoint"
+LOST = "restarting: lost work after the last checkpoint"
 
 
 @dataclass(frozen=True)
 class MainProcess:
-    """Main process of a run, recorded in the telemetry. before_s is the run's wall_s when it started."""
+    """Main process of a run, as recorded in the telemetry.
+
+    before_s is the run's wall_s when the process started.
+    """
 
     began_at: float
-    ended_at: float  # time of the last sample
+    ended_at: float  # time of the last telemetry sample
     before_s: float
 
     @property
@@ -57,11 +60,11 @@ class MainProcess:
 
 
 def main_processes(run: RunRecord) -> list[MainProcess]:
-    """Return the main processes in order. Runs of earlier versions or without telemetry have none."""
+    """Return the main processes in order. The list is empty without telemetry and for earlier versions."""
     processes = []
     for lines in run.telemetry.values():
-        headers = [i for i, line in enumerate(lines) if "host" in line]
-        for first, following in pairwise([*headers, len(lines)]):
+        header_indices = [index for index, line in enumerate(lines) if "host" in line]
+        for first, following in pairwise([*header_indices, len(lines)]):
             header, last = lines[first], lines[following - 1]
             if {"before_s", "age_s"} <= header.keys():
                 processes.append(MainProcess(header["t"] - header["age_s"], last["t"], header["before_s"]))
@@ -69,19 +72,21 @@ def main_processes(run: RunRecord) -> list[MainProcess]:
 
 
 def lost_s(run: RunRecord) -> float:
-    """Return the seconds of work that were lost because the next process resumed an earlier checkpoint."""
+    """Return the seconds of work lost because the next process resumed an earlier checkpoint."""
     pairs = pairwise(main_processes(run))
     return sum(max(0.0, process.ended_s - following.before_s) for process, following in pairs)
 
 
 def paused_s(run: RunRecord) -> float:
-    """Return the seconds between the end of a main process and the start of the next one."""
+    """Return the total seconds between the end of a main process and the start of the next main process."""
     pairs = pairwise(main_processes(run))
     return sum(max(0.0, following.began_at - process.ended_at) for process, following in pairs)
 
 
 def parts_s(run: RunRecord) -> dict[str, float]:
-    """Return the seconds of all main processes by activity, largest first. Empty if not recorded."""
-    seconds = {PARTS.get(name, name): s for name, s in run.facts.get("spent_s", {}).items() if s is not None}
+    """Return the seconds of all main processes by activity, largest first, or {} if none are recorded."""
+    spent = run.facts.get("spent_s", {})
+    seconds = {PARTS.get(phase, phase): value for phase, value in spent.items() if value is not None}
     seconds |= {LOST: lost_s(run)} if seconds else {}
-    return {name: s for name, s in sorted(seconds.items(), key=lambda part: -part[1]) if s > 0}
+    largest_first = sorted(seconds.items(), key=lambda part: -part[1])
+    return {activity: value for activity, value in largest_first if value > 0}

@@ -1,1 +1,1 @@
-"""Convert archives, folders and tables to shards, for prep_imagenet.py. Start with preparation.py."""
+"""Conversion of archives, folders and tables to shards, for prep_imagenet.py. Start with preparation.py."""

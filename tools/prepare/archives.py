@@ -1,7 +1,7 @@
-"""Read tar archives from a disk or S3 as streams, member by member, without extracting the archives.
+"""Read tar archives from a disk or from S3 as streams, member by member, without extracting the archives.
 
 The module tarfile parses the headers. Only regular files with plain relative names are accepted. An archive
-inside an archive is read in place, so offsets always refer to the outermost archive.
+within an archive is read in place, so offsets always refer to the outermost archive.
 """
 
 import hashlib
@@ -15,23 +15,23 @@ from typing import NamedTuple
 
 from onecurve.system.s3 import ObjectStore
 
-CHUNK_BYTES = 2**20  # bytes per read, which fit into the CPU cache
-HEADER_BYTES = 4096  # bytes per read, if only headers are read
+CHUNK_BYTES = 2**20  # bytes per read, small enough for the CPU cache
+HEADER_BYTES = 4096  # bytes per read if only headers are read
 LARGEST_IMAGE_BYTES = 2**26
-LARGEST_HEADER_BYTES = 2**20  # limit of a header with a long name or PAX records
-GET_AGAIN = "download it again"
+LARGEST_HEADER_BYTES = 2**20  # maximum size of a header with a long name or PAX records
+GET_AGAIN = "Download the archive again"
 
 
 class Stream:
-    """Sequential stream of bytes. The stream is a context manager.
+    """Sequential stream of bytes, which can be used as a context manager.
 
     Attributes:
-        where: name of the stream in messages.
-        size: length in bytes.
-        version: text that changes when the source is replaced, or None if unknown.
+        where: Name of the stream in messages.
+        size: Length of the stream in bytes.
+        version: Text that changes when the source is replaced, or None if unknown.
 
     Raises:
-        ValueError: raised by a read if the stream ends early.
+        ValueError: If the stream ends early during a read.
     """
 
     def __init__(
@@ -42,56 +42,60 @@ class Stream:
         chunks_from: Callable[[int], Iterator[bytes]],
         hash_name: str | None,
     ):
-        """Open the stream.
+        """Open the stream at its beginning.
 
         Args:
-            where: name of the stream in messages.
-            size: length in bytes.
-            version: see the class.
-            chunks_from: function that yields the content from a position on.
+            where: Name of the stream in messages.
+            size: Length of the stream in bytes.
+            version: Text that changes with the source, or None.
+            chunks_from: Function that yields the content, beginning at a position.
             hash_name: "md5" or "sha256" to hash all bytes, or None.
         """
         self.where, self.size, self.version = where, size, version
         self._chunks_from, self._chunks = chunks_from, chunks_from(0)
-        self._chunk, self._start, self._at = b"", 0, 0  # current chunk, its position, index of its next byte
+        # Current chunk, the chunk's position in the stream, and the index of the next byte in the chunk
+        self._chunk, self._chunk_position, self._next_index = b"", 0, 0
         self._hash = hashlib.new(hash_name, usedforsecurity=False) if hash_name else None
-        self._hasher = ThreadPoolExecutor(1)  # hashlib releases the GIL
+        self._hasher = ThreadPoolExecutor(1)  # hashes in a thread, because hashlib releases the GIL
         self._hashing: Future[None] | None = None  # pending hash of the newest chunk
 
     def __enter__(self) -> "Stream":
         return self
 
     def __exit__(self, *_) -> None:
-        self._chunks = iter(())  # this closes pending requests
+        self._chunks = iter(())  # closes pending requests
         self._hasher.shutdown()
 
     @property
     def archive(self) -> "Member":
-        """Whole stream as an archive, for members()."""
+        """The whole stream as an archive, to pass to members()."""
         return Member(self, self.where, "", 0, self.size)
 
     def tell(self) -> int:
-        return self._start + self._at
+        return self._chunk_position + self._next_index
 
     def read(self, count: int) -> bytes:
         """Read `count` bytes. At the end of the stream, return the remaining bytes."""
         pieces = []
-        while count and (self._at < len(self._chunk) or self._next_chunk()):
-            pieces.append(self._chunk[self._at : self._at + count])
-            self._at += len(pieces[-1])
+        while count and (self._next_index < len(self._chunk) or self._next_chunk()):
+            pieces.append(self._chunk[self._next_index : self._next_index + count])
+            self._next_index += len(pieces[-1])
             count -= len(pieces[-1])
         return b"".join(pieces)
 
     def seek(self, position: int) -> None:
-        """Move forward to a position. A long distance starts a new request, unless all bytes are hashed."""
-        if self._hash is None and position > self._start + 2 * len(self._chunk):
+        """Move forward to a position.
+
+        Start a new request for a long distance, unless all bytes are hashed.
+        """
+        if self._hash is None and position > self._chunk_position + 2 * len(self._chunk):
             self._chunks = self._chunks_from(position)
-            self._chunk, self._start, self._at = b"", position, 0
+            self._chunk, self._chunk_position, self._next_index = b"", position, 0
         while self.tell() < position and self.read(min(position - self.tell(), CHUNK_BYTES)):
             pass
 
     def digest(self) -> str:
-        """Read the rest of the stream, and return the hash of the whole stream as hex digits."""
+        """Read the rest of the stream, and return the whole stream's hash as hex digits."""
         self.seek(self.size)
         assert self._hash is not None
         if self._hashing is not None:
@@ -99,13 +103,13 @@ class Stream:
         return self._hash.hexdigest()
 
     def _next_chunk(self) -> bool:
-        """Move to the next chunk. Return False at the end."""
-        self._start += len(self._chunk)
-        self._chunk, self._at = next(self._chunks, b""), 0
-        if not self._chunk and self._start < self.size:
+        """Move to the next chunk. Return False at the end of the stream."""
+        self._chunk_position += len(self._chunk)
+        self._chunk, self._next_index = next(self._chunks, b""), 0
+        if not self._chunk and self._chunk_position < self.size:
             raise ValueError(
-                f"{self.where} ended at byte {self._start:,} of {self.size:,}. Don't change it during a read."
-                " Run the same command again."
+                f"{self.where} ended early, at byte {self._chunk_position:,} of {self.size:,}. Do not change"
+                " the source during a read, and run the same command again."
             )
         if self._hash is not None:
             if self._hashing is not None:
@@ -120,24 +124,25 @@ def open_stream(
     """Open a file or `s3://bucket/key`. An interrupted download resumes with a range request.
 
     Args:
-        where: path or URL.
+        where: Path or s3:// URL.
         hash_name: "md5" or "sha256" to hash all bytes, or None.
-        store: client of the bucket, shared between many objects because creating a client takes 0.2 s.
-        headers: True if only the headers of the archive will be read.
+        store: Client of the bucket. Share the client between objects, because creating a client takes 0.2 s.
+        headers: True if only the archive's headers will be read.
 
     Raises:
-        ValueError: the file or object is missing, or access is denied.
+        ValueError: If the file or object is missing, or if access is denied.
     """
     if where.startswith("s3://"):
         bucket, _, key = where.removeprefix("s3://").partition("/")
         store = store or ObjectStore(f"s3://{bucket}")
         if not key or (size_and_etag := store.size_and_etag(key)) is None:
-            raise ValueError(f"{where}: no such object. Give s3://bucket/key of an archive.")
+            raise ValueError(f"{where} does not exist. Pass the s3://bucket/key URL of an archive.")
         return Stream(where, *size_and_etag, partial(store.stream, key, *size_and_etag), hash_name)
     path = Path(where)
     if not path.is_file():
-        raise ValueError(f"{where} is not a file. Give the path or s3:// URL of an archive.")
-    stat, chunk_bytes = path.stat(), HEADER_BYTES if headers and not hash_name else CHUNK_BYTES
+        raise ValueError(f"{where} is not a file. Pass the path or s3:// URL of an archive.")
+    stat = path.stat()
+    chunk_bytes = HEADER_BYTES if headers and not hash_name else CHUNK_BYTES
     chunks_from = partial(_file_chunks, path, chunk_bytes)
     return Stream(where, stat.st_size, str(stat.st_mtime_ns), chunks_from, hash_name)
 
@@ -150,12 +155,12 @@ def _file_chunks(path: Path, chunk_bytes: int, position: int) -> Iterator[bytes]
 
 
 class Member(NamedTuple):
-    """Regular file or archive in an archive. Read its content before reading the next member's content."""
+    """Regular file or archive in an archive. Read a member's content before the next member's content."""
 
     stream: Stream
-    where: str  # names of the archive and the member, for messages
+    where: str  # names of the archive and the member in messages
     name: str
-    offset: int  # position of the content in the outermost archive
+    offset: int  # position of the content in the outermost archive, in bytes
     size: int
 
     def read(self) -> bytes:
@@ -163,19 +168,20 @@ class Member(NamedTuple):
         return self.stream.read(self.size)
 
 
-class _Headers:
-    """File object that tarfile reads headers from. The file ends at the end of the archive."""
+class _HeaderReader:
+    """File object from which tarfile reads an archive's headers. The file ends where the archive ends."""
 
     def __init__(self, archive: Member):
-        self.stream, self.tell, self.end = archive.stream, archive.stream.tell, archive.offset + archive.size
-        self.last = b""  # bytes returned by the last read
+        self.stream, self.tell = archive.stream, archive.stream.tell
+        self.end = archive.offset + archive.size
+        self.last = b""  # content of the most recent read
 
     def seek(self, position: int) -> None:
         self.stream.seek(min(position, self.end))
 
     def read(self, count: int) -> bytes:
         if not 0 <= count <= LARGEST_HEADER_BYTES:
-            raise tarfile.ReadError(f"an extended header of {count:,} bytes")
+            raise tarfile.ReadError(f"an extended header has {count:,} bytes")
         self.last = self.stream.read(min(count, self.end - self.tell()))
         return self.last
 
@@ -183,49 +189,50 @@ class _Headers:
 def members(archive: Member) -> Iterator[Member]:
     """Yield the regular files in an archive in order, and skip folders.
 
-    Members named *.tar are archives, which can be passed to members() again.
+    Members named *.tar are archives. Pass such a member to members() to read the inner archive.
 
     Raises:
-        ValueError: the archive is truncated or damaged, or contains a link, a device, an absolute name, a
-        name with .., or a member larger than LARGEST_IMAGE_BYTES. The message names archive and member.
+        ValueError: If the archive is truncated or damaged, or contains a link, a device, an absolute name, a
+            name with .., or a member larger than LARGEST_IMAGE_BYTES. The message contains the names of the
+            archive and the member.
     """
     archive.stream.seek(archive.offset)
-    headers = _Headers(archive)
+    headers = _HeaderReader(archive)
     try:
         tar = tarfile.TarFile(fileobj=headers)  # type: ignore[arg-type]
         while (header := tar.next()) is not None:
             if not header.isdir():
-                yield _checked(archive, header, headers.end)
+                yield _checked_member(archive, header, headers.end)
     except tarfile.TarError as error:
-        raise ValueError(f"{archive.where} is truncated or damaged ({error}). Fix: {GET_AGAIN}") from None
+        raise ValueError(f"{archive.where} is truncated or damaged ({error}). {GET_AGAIN}.") from None
     if headers.last != bytes(tarfile.BLOCKSIZE):  # tarfile stops at an invalid header without an error
-        cause = f"it is truncated or damaged at byte {headers.tell():,}"
-        raise ValueError(f"{archive.where} has no end mark: {cause}. Fix: {GET_AGAIN}")
-    while rest := headers.read(LARGEST_HEADER_BYTES):
-        if any(rest):
+        damage = f"is truncated or damaged at byte {headers.tell():,}, because the end mark is missing"
+        raise ValueError(f"{archive.where} {damage}. {GET_AGAIN}.")
+    while remaining := headers.read(LARGEST_HEADER_BYTES):
+        if any(remaining):
             raise ValueError(
-                f"{archive.where} has content after its end mark. Archives can't be joined with cat."
-                " Give them one by one."
+                f"{archive.where} contains data after its end mark. Archives that were joined with cat"
+                " can't be read. Pass each archive separately."
             )
 
 
-def _checked(archive: Member, header: tarfile.TarInfo, end: int) -> Member:
+def _checked_member(archive: Member, header: tarfile.TarInfo, archive_end: int) -> Member:
     name, problem = header.name.removeprefix("./"), ""
-    most = math.inf if name.endswith(".tar") else LARGEST_IMAGE_BYTES
+    max_bytes = math.inf if name.endswith(".tar") else LARGEST_IMAGE_BYTES
     if not name.isprintable() or any(part in ("", ".", "..") for part in name.split("/")):
-        problem = "is not a plain relative name; absolute names and .. are refused"
+        problem = "is not a plain relative name. Absolute names and .. are not accepted"
     elif not header.isreg() or header.issparse():
-        problem = "is a link, a device or another special file; only regular files are accepted"
-    elif not 0 <= header.size <= most:
-        problem = f"has {header.size:,} bytes; at most {most:,} are accepted"
+        problem = "is a link, a device or another special file. Only regular files are accepted"
+    elif not 0 <= header.size <= max_bytes:
+        problem = f"has {header.size:,} bytes. The maximum is {max_bytes:,} bytes"
     if problem:
-        printed = header.name if header.name.isprintable() and header.name else ascii(header.name)
+        shown_name = header.name if header.name.isprintable() and header.name else ascii(header.name)
         raise ValueError(
-            f"{archive.where}: {printed[:200]} {problem}. Fix: {GET_AGAIN}, or rebuild it without this file"
+            f"{archive.where}: {shown_name[:200]} {problem}. {GET_AGAIN}, or rebuild it without this file."
         )
-    if header.offset_data + header.size > end:
+    if header.offset_data + header.size > archive_end:
         raise ValueError(
-            f"{archive.where} is truncated: it ends at {end - header.offset_data:,} of the {header.size:,}"
-            f" bytes of {name}. Fix: {GET_AGAIN}"
+            f"{archive.where} is truncated and contains only {archive_end - header.offset_data:,} of the"
+            f" {header.size:,} bytes of {name}. {GET_AGAIN}."
         )
     return Member(archive.stream, f"{archive.where}: {name}", name, header.offset_data, header.size)

@@ -31,23 +31,23 @@ from tools.prepare.archives import Member, Stream, members, open_stream
 from tools.prepare.devkit import MD5, VAL_NAME, check_classes, read_devkit, read_val_labels
 
 WNID = re.compile(r"n\d{8}")
-# Files that list the classes of images that are not in class folders
+# Files that list the classes of images outside class folders
 KAGGLE, TINY = "LOC_val_solution.csv", "val_annotations.txt"
 BATCH_IMAGES, BATCH_BYTES = 32, 2**23
 BEGINS = {b"\x89PNG": ".png", b"RIFF": ".webp", b"BM": ".bmp"}
 
-Label = Callable[[str | None, str], int]  # function that maps a class name and a file name to a label
+Label = Callable[[str | None, str], int]  # maps a class name and a file name to a label
 
 
 class ImageFile(NamedTuple):
-    """Image that is not in an archive."""
+    """Image that is not stored in an archive."""
 
     name: str
     read: Callable[[], bytes]
 
 
 class ImageGroup(NamedTuple):
-    """Class tar or class folder. For a flat tar or a table, class_name is None."""
+    """Images of a class tar or class folder, or all images of a flat tar or a table (class_name is None)."""
 
     class_name: str | None
     where: str
@@ -56,115 +56,115 @@ class ImageGroup(NamedTuple):
 
 class RawImage(NamedTuple):
     name: str
-    key: str  # unique name in the split, without extension and without dots in its last part
+    key: str  # name that is unique in the split, without extension and without dots in its last part
     label: int
     data: bytes
 
 
 class LabeledFile(NamedTuple):
-    group: int  # number of the group
-    where: str  # name of the group in messages
-    name: str  # for example n01440764_10026.JPEG
+    group: int  # index of the group
+    where: str  # name of the group for messages
+    name: str  # file name, for example n01440764_10026.JPEG
     key: str
     label: int
-    file: Any  # Member or ImageFile
+    file: Any  # a Member or an ImageFile
 
 
 class ImageBatch(NamedTuple):
-    """Consecutive images of one group."""
+    """Batch of consecutive images from one image group."""
 
     where: str
     images: list[RawImage]
-    bytes: int  # size of the original images
-    group: int  # number of the group
-    odd: list[dict[str, str]]  # keys "key" and "why" for each re-encoded image
+    bytes: int  # total size of the original images
+    group: int  # index of the group
+    odd: list[dict[str, str]]  # image key ("key") and reason ("why") of each re-encoded image
 
 
 # --- Reading
 
 
 def class_tars(archive: Member) -> Iterator[ImageGroup]:
-    """Yield the class tars in a tar, `<class>.tar`, in order."""
+    """Yield the class tars (`<class>.tar`) in a tar, in order."""
     for outer in members(archive):
         name = outer.name.rpartition("/")[2]
         if is_hidden(name):
             continue
         if not name.endswith(".tar"):
             raise ValueError(
-                f"{outer.where} is not a class tar. Expected members <class>.tar that contain images."
+                f"{outer.where} is not a class tar. Pass a tar that contains <class>.tar archives of images."
             )
         yield ImageGroup(name.removesuffix(".tar"), outer.where, members(outer))
 
 
 def class_folders(root: Path) -> Iterator[ImageGroup]:
-    """Yield the classes in a folder, sorted. The name of image `<class>/a/1.jpg` is a_1.jpg."""
+    """Yield the class folders in a folder, sorted. The image `<class>/a/1.jpg` is named a_1.jpg."""
     for name, paths in list_folders(root).items():
         files = (
-            ImageFile(p.removeprefix(f"{name}/").replace("/", "_"), (root / p).read_bytes) for p in paths
+            ImageFile(path.removeprefix(f"{name}/").replace("/", "_"), (root / path).read_bytes)
+            for path in paths
         )
         yield ImageGroup(name, str(root / name), files)
 
 
 def list_folders(root: Path, left_out: LeftOut | None = None) -> dict[str, list[str]]:
-    """List the class folders in a folder, sorted, with the relative paths of their images.
+    """Map the names of the class folders in a folder, sorted, to the relative paths of their images.
 
-    The val images of Kaggle and Tiny ImageNet are not in class folders. A file lists their classes instead.
-    Class folders without images are left out.
+    The validation images of Kaggle and Tiny ImageNet are not in class folders. A file lists the classes of
+    these images. Class folders without images are left out.
 
     Raises:
-        ValueError: an image has no class, or a link to an image or folder is dangling, so that images would
-        be
-            lost unnoticed.
+        ValueError: If an image has no class, or if a link to an image or folder is dangling, because images
+            would be lost unnoticed.
     """
     left_out = left_out or LeftOut()
-    listed = list_classes(root, left_out).items()
-    classes = {name: [f"{name}/{path}" for path in paths] for name, paths in listed}
+    images_by_class = list_classes(root, left_out).items()
+    classes = {name: [f"{name}/{path}" for path in paths] for name, paths in images_by_class}
     if link := left_out.first.get(DANGLING):
-        raise ValueError(f"{link} is a dangling link. Fix it or remove it.")
-    if len(classes) < 2 and (file := _list_of_classes(root)):
-        classes = _by_file(root, list_images(root, LeftOut()), file)
+        raise ValueError(f"{link} is a dangling link. Fix or remove the link.")
+    if len(classes) < 2 and (file := _find_class_list(root)):
+        classes = _group_by_list(root, list_images(root, LeftOut()), file)
         del left_out.counts[LOOSE]
     classes = without_empty("", classes, left_out)
     if not classes:
         if LOOSE in left_out.first:
             raise ValueError(
                 f"{root} contains images outside class folders. Put {KAGGLE},"
-                " which lists their classes, next to it."
+                " which lists the classes of the images, next to the folder."
             )
         raise ValueError(f"{root} contains no images ({' '.join(EXTENSIONS)})")
     return classes
 
 
-def _list_of_classes(root: Path) -> Path | None:
-    """Find the list of the images' classes in the folder or at most four levels above the folder."""
+def _find_class_list(root: Path) -> Path | None:
+    """Find the file that lists the images' classes, in the folder or at most four levels above."""
     files = (root / TINY, *(parent / KAGGLE for parent in (root, *root.absolute().parents[:4])))
     return next(filter(Path.is_file, files), None)
 
 
-def _by_file(root: Path, paths: list[str], file: Path) -> dict[str, list[str]]:
-    """Group images by class, sorted. Each line of the file starts with the name of an image and its class."""
-    rows = [re.split("[,\t ]", line)[:2] for line in file.read_text().splitlines()]
-    class_of = {row[0].removesuffix(".JPEG"): row[-1] for row in rows}
-    by_name = defaultdict(list)
+def _group_by_list(root: Path, paths: list[str], file: Path) -> dict[str, list[str]]:
+    """Group images by class, sorted. Each line of the file starts with an image's name and class."""
+    name_class_pairs = [re.split("[,\t ]", line)[:2] for line in file.read_text().splitlines()]
+    class_of = {pair[0].removesuffix(".JPEG"): pair[-1] for pair in name_class_pairs}
+    paths_by_class = defaultdict(list)
     for path in paths:
         if (name := class_of.get(Path(path).stem)) is None:
-            raise ValueError(f"{root / path}: {file} does not contain its class")
-        by_name[name].append(path)
-    return dict(sorted(by_name.items()))
+            raise ValueError(f"{file} does not contain the class of {root / path}")
+        paths_by_class[name].append(path)
+    return dict(sorted(paths_by_class.items()))
 
 
 def labeled(groups: Iterable[ImageGroup], label: Label) -> Iterator[LabeledFile]:
-    """Yield the images of the groups. Skip hidden files and files that are not images.
+    """Yield the images in the groups with their labels. Skip hidden files and files that are not images.
 
     Raises:
-        ValueError: a name or class occurs twice, or a group contains no images.
+        ValueError: If a name or class occurs twice, or if a group contains no images.
     """
     classes = set()
     for number, (class_name, where, files) in enumerate(groups):
         if class_name in classes:
-            raise ValueError(f"{where}: a second class with this name. Put its images into one class.")
+            raise ValueError(f"{where} has the same name as another class. Merge the two classes.")
         classes.add(class_name)
-        names: dict[str, str] = {}  # file name of each key
+        names: dict[str, str] = {}  # file name for each key
         for file in files:
             if not is_image(name := file.name.rpartition("/")[2]):
                 continue
@@ -173,60 +173,60 @@ def labeled(groups: Iterable[ImageGroup], label: Label) -> Iterator[LabeledFile]
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None
             # ILSVRC2012's file names contain the WordNet id and are unique in a split. Other file names are
-            # unique in a class.
+            # unique only in a class.
             key = os.path.splitext(name)[0].replace(".", "_")
             has_wnid = WNID.fullmatch(class_name or "") and key.startswith(f"{class_name}_")
             if class_name is not None and not has_wnid:
                 key = f"{class_name}/{key}"
-            if names.get(key, name) != name:  # if 1.jpg exists, the key of 1.png is 1_png
+            if names.get(key, name) != name:  # the key of 1.png is 1_png if 1.jpg exists
                 key = f"{key}_{name.rpartition('.')[2]}"
             if key in names:
                 raise ValueError(
-                    f"{where}: {name} and another image have the key {key}. Rename one of them (a key is the"
-                    " name without its extension, with _ for other dots)."
+                    f"{where}: {name} and another image have the same key, {key}. Rename one of the images."
+                    " (A key is the image's name without the extension, with _ instead of other dots.)"
                 )
             names[key] = name
             yield LabeledFile(number, where, name, key, class_number, file)
-        if not names:  # the tar is empty
+        if not names:  # the tar or folder contains no images
             raise ValueError(f"{where} contains no images ({' '.join(EXTENSIONS)})")
 
 
 def batches(groups: Iterable[ImageGroup], label: Label) -> Iterator[ImageBatch]:
-    """Yield all images in batches. A batch contains images from only one group."""
-    images, size, last = list[RawImage](), 0, None
-    for file in labeled(groups, label):
-        is_full = len(images) == BATCH_IMAGES or size >= BATCH_BYTES
-        if last and (file.group > last.group or is_full):
-            yield ImageBatch(last.where, images, size, last.group, [])
-            images, size = [], 0
-        if not (data := file.file.read()):
-            raise ValueError(f"{file.where}: {file.name} is empty. Remove it.")
-        images.append(RawImage(file.name, file.key, file.label, data))
-        size, last = size + len(data), file
-    if last:
-        yield ImageBatch(last.where, images, size, last.group, [])
+    """Yield all images in batches. Each batch contains images from only one group."""
+    images, batch_bytes, previous = list[RawImage](), 0, None
+    for labeled_file in labeled(groups, label):
+        is_full = len(images) == BATCH_IMAGES or batch_bytes >= BATCH_BYTES
+        if previous and (labeled_file.group > previous.group or is_full):
+            yield ImageBatch(previous.where, images, batch_bytes, previous.group, [])
+            images, batch_bytes = [], 0
+        if not (data := labeled_file.file.read()):
+            raise ValueError(f"{labeled_file.where}: {labeled_file.name} is empty. Remove the file.")
+        images.append(RawImage(labeled_file.name, labeled_file.key, labeled_file.label, data))
+        batch_bytes, previous = batch_bytes + len(data), labeled_file
+    if previous:
+        yield ImageBatch(previous.where, images, batch_bytes, previous.group, [])
 
 
 # --- Data sets
 
 
 class Originals:
-    """Class tars (`<class>.tar`) or class folders (`<class>/`) of train and val."""
+    """Train and val images in class tars (`<class>.tar`) or class folders (`<class>/`)."""
 
-    hashed = False  # True to compare MD5 sums with the published sums
+    hashed = False  # True to compare MD5 sums with the published MD5 sums
 
     def __init__(self, parts: dict[str, str]):
-        """Find the parts. `parts` contains the paths or URLs of train, val, and devkit or val_labels."""
+        """Find the parts of the data set. `parts` maps train, val, devkit or val_labels to paths or URLs."""
         self.parts = parts
-        self.bytes: dict[str, int] = {}  # size of each archive, or of the images in each folder
+        self.bytes: dict[str, int] = {}  # size of each archive, or of all images in each folder
         self.versions: dict[str, str | None] = {}  # text that changes with the content, or None if unknown
-        self.listings: dict[str, str] = {}  # hash of all classes, names and sizes in each folder
-        self.classes: list[dict[str, str]] = []  # "wnid" and "name", in label order
+        self.listings: dict[str, str] = {}  # hash of all class names, file names and sizes in each folder
+        self.classes: list[dict[str, str]] = []  # keys "wnid" and "name" for each class, in label order
         self.labels: dict[str, Label] = {}
         self.find()
 
     def find(self) -> None:
-        """Find the sizes and versions of the parts. Raise ValueError for a folder that can't be used."""
+        """Determine the sizes and versions of the parts. Raise ValueError for an unusable folder."""
         listed = {}
         for part, where in self.parts.items():
             if Path(where).is_dir():
@@ -245,10 +245,10 @@ class Originals:
             check_known(self.parts["val"], "val", listed["val"], listed["train"])
 
     def read_classes(self) -> None:
-        """Read the classes from the names of the class tars or class folders."""
+        """Read the class names from the names of the class tars or class folders."""
         split = "train" if "train" in self.parts else "val"
-        if "://" in self.parts[split]:  # reading the names takes one or more requests per class
-            print(f"looking for the classes in {self.parts[split]}", flush=True)
+        if "://" in self.parts[split]:  # reading a class name takes one or more requests
+            print(f"reading the class names in {self.parts[split]}", flush=True)
         with self.open(split, hashed=False) as (groups, _):
             names = sorted(group.class_name or "" for group in groups)
         self.classes = [{"wnid": name, "name": name} for name in names]
@@ -256,7 +256,7 @@ class Originals:
 
     @contextlib.contextmanager
     def open(self, split: str, hashed: bool) -> Iterator[tuple[Iterator[ImageGroup], Stream | None]]:
-        """Open a split. Yield the split's groups, and their stream or None for class folders."""
+        """Open a split. Yield the split's image groups, and their stream or None for class folders."""
         if Path(self.parts[split]).is_dir():
             yield class_folders(Path(self.parts[split])), None
             return
@@ -267,26 +267,29 @@ class Originals:
         return class_tars(archive)
 
     def check(self, split: str, groups: int, images: int, stream: Stream | None) -> None:
-        """Read the stream to its end. Raise ValueError if the content differs from the published content."""
+        """Read the stream to the end. Raise ValueError if the content differs from the published content."""
         if self.hashed and stream is not None:
             self.check_md5(split, stream)
 
     def check_md5(self, part: str, stream: Stream) -> None:
         if (md5 := stream.digest()) != MD5[part]:
             raise ValueError(
-                f"{stream.where} is not the published file: its MD5 is {md5}, expected {MD5[part]}."
-                " Download it again, or add --no_verify if you intend to use another file."
+                f"{stream.where} is not the published file. The file's MD5 is {md5}, but {MD5[part]} is"
+                " expected. Download the file again, or add --no_verify to use a different file."
             )
 
     def name_classes(self, largest: int) -> None:
-        """Check that each label up to `largest` has a name."""
+        """Check that each label up to `largest` has a class name."""
 
 
 class Ilsvrc(Originals):
-    """Archives of ILSVRC2012. Without the development kit, the training archive names the classes."""
+    """Data set in ILSVRC2012's archives.
+
+    Without the development kit, class names come from the training archive.
+    """
 
     def __init__(self, parts: dict[str, str], hashed: bool, subset: bool):
-        """Find the parts. With `subset`, accept counts that differ from the counts of ILSVRC2012."""
+        """Find the archives. With `subset`, accept counts that differ from ILSVRC2012's counts."""
         super().__init__(parts)
         self.hashed, self.subset = hashed, subset
 
@@ -323,21 +326,23 @@ class Ilsvrc(Originals):
         count, noun = (groups, "classes") if split == "train" else (images, "images")
         if not self.subset and count != self.counts[split]:
             raise ValueError(
-                f"{self.parts[split]} contains {count:,} {noun}, not {self.counts[split]:,}."
-                " Download it again, or add --subset if you intend to use a part."
+                f"{self.parts[split]} contains {count:,} {noun} instead of {self.counts[split]:,}."
+                " Download the archive again, or add --subset to use a subset."
             )
         super().check(split, groups, images, stream)
 
 
 class ParquetFolder(Originals):
-    """Parquet files of train and val in a folder. The name of an image is its row in the split."""
+    """Parquet files of train and val in a folder. An image's name is its row number in the split."""
 
     def find(self) -> None:
         folder = Path(self.parts["train"])
         if not folder.is_dir() or (tables := parquet_files(folder)) is None:
-            raise ValueError(f"--data {folder} contains no train-*.parquet. Give a folder with these files.")
+            raise ValueError(f"--data {folder} contains no train-*.parquet. Pass a folder with such files.")
         if (val := used_splits(tables).get("val")) is None:
-            raise ValueError(f"--data {folder} has train-*.parquet, but no val-, valid- or test-*.parquet")
+            raise ValueError(
+                f"--data {folder} contains train-*.parquet, but no val-, valid- or test-*.parquet"
+            )
         files = {"train": tables["train"], "val": tables[val]}
         self.tables = {split: [Table(str(path), path) for path in paths] for split, paths in files.items()}
         for split, paths in files.items():
@@ -347,11 +352,11 @@ class ParquetFolder(Originals):
     def read_classes(self) -> None:
         names, labels = read_labels(self.tables, BY_TYPE, lambda: None)
         self.classes = [{"wnid": name, "name": name} for name in names]
-        self.labels = {split: partial(_by_row, labels[split].numbers) for split in self.tables}
+        self.labels = {split: partial(_label_in_row, labels[split].numbers) for split in self.tables}
 
     @contextlib.contextmanager
     def open(self, split: str, hashed: bool) -> Iterator[tuple[Iterator[ImageGroup], Stream | None]]:
-        def image(row: int, content: bytes) -> ImageFile:  # the decoder later refuses unknown formats
+        def image(row: int, content: bytes) -> ImageFile:  # unknown formats are refused later, by the decoder
             extension = next((end for begin, end in BEGINS.items() if content.startswith(begin)), ".jpg")
             return ImageFile(f"{row:09d}{extension}", partial(bytes, content))
 
@@ -361,14 +366,14 @@ class ParquetFolder(Originals):
 
 
 def measured(folder: Path, paths: list[str]) -> tuple[int, str]:
-    """Return the total size of files in bytes, and a version that changes when any file changes."""
+    """Return the files' total size in bytes, and a version that changes when any of the files changes."""
     stats = [os.stat(folder / path) for path in paths]
-    rows = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in zip(paths, stats, strict=True)]
-    return sum(size for _, size, _ in rows), digest(rows)
+    path_size_time = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in zip(paths, stats, strict=True)]
+    return sum(size for _, size, _ in path_size_time), digest(path_size_time)
 
 
 def digest(rows: Sequence[tuple[Any, ...]]) -> str:
-    """Return the SHA-256 of a list of names, sizes and times."""
+    """Return the SHA-256 of a list of tuples, for example of names, sizes and times."""
     return hashlib.sha256(repr(rows).encode(errors="surrogateescape")).hexdigest()
 
 
@@ -376,18 +381,18 @@ def digest(rows: Sequence[tuple[Any, ...]]) -> str:
 
 
 def by_class(names: Sequence[str]) -> Label:
-    numbers = {name: i for i, name in enumerate(names)}
+    label_of = {name: label for label, name in enumerate(names)}
 
     def label(class_name: str | None, name: str) -> int:
-        if class_name not in numbers:
-            raise ValueError(f"class {class_name} is not one of the {len(numbers):,} classes")
-        return numbers[class_name]
+        if class_name not in label_of:
+            raise ValueError(f"class {class_name} is not one of the {len(label_of):,} classes")
+        return label_of[class_name]
 
     return label
 
 
 def by_number(labels: np.ndarray) -> Label:
-    """Return a function that maps ILSVRC2012_val_00000001.JPEG to the first label, and so on."""
+    """Return a function that maps ILSVRC2012_val_00000001.JPEG to the first label and so on."""
 
     def label(_: str | None, name: str) -> int:
         match = VAL_NAME.fullmatch(name)
@@ -398,5 +403,5 @@ def by_number(labels: np.ndarray) -> Label:
     return label
 
 
-def _by_row(labels: np.ndarray, _: str | None, name: str) -> int:
+def _label_in_row(labels: np.ndarray, _: str | None, name: str) -> int:
     return int(labels[int(name.partition(".")[0])])

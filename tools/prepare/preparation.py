@@ -1,4 +1,4 @@
-"""Read, write and upload all splits of one --out, and record the progress."""
+"""Read, write and upload all splits of a preparation, and record the progress."""
 
 import argparse
 import contextlib
@@ -33,11 +33,11 @@ NAMES = {
     "folder": {"train": "train", "val": "val"},
 }
 SAMPLED = 8  # number of batches used to estimate the number of shards
-WITHOUT = {"train": "Training needs it.", "val": "--holdout 0.1 evaluates on a tenth of train."}
+WITHOUT = {"train": "Training needs a train split.", "val": "Use --holdout 0.1 to hold out a tenth of train."}
 
 
 class Preparation:
-    """Preparation of one --out. It keeps splits that an earlier start has finished."""
+    """Preparation of one --out, which keeps splits that an earlier start finished."""
 
     def __init__(self, flags: argparse.Namespace):
         self.flags = flags
@@ -66,21 +66,22 @@ class Preparation:
                 return
             self.dataset.read_classes()
             self.journal.begin_or_resume()
-            for split in self._splits():
+            for split in self._given_splits():
+                prepare_split = self._index_split if self.flags.format == "index" else self._write_split
                 if not self.journal.entry(split):
-                    (self._index if self.flags.format == "index" else self._write)(split)
+                    prepare_split(split)
                 if self.store is not None:
-                    self._upload(split, self.store)
+                    self._upload_split(split, self.store)
             self._finish()
 
-    def _splits(self) -> list[str]:
+    def _given_splits(self) -> list[str]:
         return [split for split in SPLITS if split in self.dataset.parts]
 
     def _finish(self) -> None:
         flags, dataset = self.flags, self.dataset
-        entries = {split: self.journal.entry(split) for split in self._splits()}
+        entries = {split: self.journal.entry(split) for split in self._given_splits()}
         finished = {split: entry["finished"] for split, entry in entries.items()}
-        odd = [{"split": split, **image} for split, entry in entries.items() for image in entry["odd"]]
+        reencoded = [{"split": split, **image} for split, entry in entries.items() for image in entry["odd"]]
         dataset.name_classes(max(entry.pop("largest_label", 0) for entry in finished.values()))
         name = "imagenet" if flags.source == "imagenet" else Path(flags.data or flags.train or flags.val).stem
         self.journal.finish(
@@ -92,16 +93,16 @@ class Preparation:
                 "resize": self.settings["resize"],
                 "classes": dataset.classes,
                 "splits": finished,
-                "reencoded": odd,
+                "reencoded": reencoded,
                 "settings": self.settings,
             }
         )
         counts = ", ".join(f"{entry['images']:,} images of {split}" for split, entry in finished.items())
         print(f"{flags.out} is complete: {counts}, {len(dataset.classes):,} classes")
-        for image in odd:
+        for image in reencoded:
             print(f"re-encoded as RGB JPEG: {image['split']} {image['key']} ({image['why']})")
         for split in sorted(set(SPLITS) - finished.keys()):
-            print(f"no {split} split. {WITHOUT[split]}")
+            print(f"There is no {split} split. {WITHOUT[split]}")
         self._print_training_flags(finished)
 
     def _print_training_flags(self, splits: dict[str, Any]) -> None:
@@ -112,8 +113,8 @@ class Preparation:
 
     # --- One split
 
-    def _index(self, split: str) -> None:
-        """Write the index of existing shards without copying the shards."""
+    def _index_split(self, split: str) -> None:
+        """Write an index of existing shards without copying the shards."""
         dataset, began = self.dataset, time.perf_counter()
         assert isinstance(dataset, WebDataset)
         rows, names, shards = array("q"), CollectedNames(), list[dict[str, Any]]()
@@ -137,7 +138,7 @@ class Preparation:
         seconds = time.perf_counter() - began
         print(f"{split}: {images:,} images in {len(shards):,} tars indexed in {seconds:.2f} s", flush=True)
 
-    def _write(self, split: str) -> None:
+    def _write_split(self, split: str) -> None:
         """Write a split's shards in one pass."""
         flags, dataset = self.flags, self.dataset
         with contextlib.ExitStack() as stack:
@@ -145,63 +146,65 @@ class Preparation:
             # Check each JPEG unless MD5 sums already verify the archive, which is possible only for ImageNet.
             strict = not flags.no_verify and not (dataset.hashed and stream)
             images = recoded(batches(groups, dataset.labels[split]), flags.resize, flags.quality, strict)
-            stack.callback(images.close)  # stops the threads that re-encode images
-            first = list(islice(images, SAMPLED))
-            writer = ShardWriter(self.folder, split, self._shards(split, first), flags.seed)
+            stack.callback(images.close)  # ends the threads that re-encode images
+            sampled = list(islice(images, SAMPLED))
+            writer = ShardWriter(self.folder, split, self._shard_count(split, sampled), flags.seed)
             stack.callback(writer.close)
             reading = stack.enter_context(ReadingProgress(split, dataset.bytes[split]))
-            odd, read_bytes, last_group = list[dict[str, str]](), 0, 0
-            for batch in chain(first, images):
+            reencoded, read_bytes, last_group = list[dict[str, str]](), 0, 0
+            for batch in chain(sampled, images):
                 writer.write(batch.images)
-                odd += batch.odd
+                reencoded += batch.odd
                 read_bytes += batch.bytes
                 last_group = batch.group
                 reading.show(writer.count, read_bytes)
             dataset.check(split, last_group + 1, writer.count, stream)
-            entry = {"finished": writer.finish(), "odd": odd, "verified": dataset.hashed}
+            entry = {"finished": writer.finish(), "odd": reencoded, "verified": dataset.hashed}
             self.journal.record(split, entry)
             reading.end(writer.count, read_bytes)
 
-    def _shards(self, split: str, first: list[ImageBatch]) -> int:
+    def _shard_count(self, split: str, sampled: list[ImageBatch]) -> int:
         """Estimate the number of shards from the first batches.
 
         Raises:
-            ValueError: there are no images, or the disk has too little free space.
+            ValueError: If there are no images, or if the disk has too little free space.
         """
-        before = sum(batch.bytes for batch in first)
-        after = sum(len(image.data) for batch in first for image in batch.images)
-        if not before:
+        original_bytes = sum(batch.bytes for batch in sampled)
+        prepared_bytes = sum(len(image.data) for batch in sampled for image in batch.images)
+        if not original_bytes:
             raise ValueError(f"{self.dataset.parts[split]} contains no images")
-        needed = math.ceil(self.dataset.bytes[split] * after / before)
-        if needed > (free := shutil.disk_usage(self.folder).free):
+        needed_bytes = math.ceil(self.dataset.bytes[split] * prepared_bytes / original_bytes)
+        if needed_bytes > (free_bytes := shutil.disk_usage(self.folder).free):
             raise ValueError(
-                f"{self.folder} needs {needed / 2**30:,.1f} GiB, but {free / 2**30:,.1f} GiB are free."
-                " Free disk space, or give another folder."
+                f"{self.folder} needs {needed_bytes / 2**30:,.1f} GiB, but only {free_bytes / 2**30:,.1f} GiB"
+                " are free. Free disk space, or pass a different folder."
             )
-        return math.ceil(needed / (self.flags.shard_mib * 2**20))
+        return math.ceil(needed_bytes / (self.flags.shard_mib * 2**20))
 
-    def _upload(self, split: str, store: ObjectStore) -> None:
+    def _upload_split(self, split: str, store: ObjectStore) -> None:
         """Upload a finished split shard by shard, and remove each local shard after its upload."""
         shards = [] if self.flags.source == "shards" else self.journal.entry(split)["finished"]["shards"]
-        sizes, done = {shard["file"]: shard["bytes"] for shard in shards}, 0
+        sizes = {shard["file"]: shard["bytes"] for shard in shards}
+        uploaded_bytes = 0
         with ReadingProgress(split, sum(sizes.values()), "uploaded") as progress:
             for file in (*sizes, names_file(split), index_name(split)):
-                if (self.folder / file).exists():  # a missing file was uploaded by an earlier start
+                if (self.folder / file).exists():  # an earlier start has uploaded a missing file
                     store.upload(self.folder / file, file)
                     (self.folder / file).unlink()
-                done += sizes.get(file, 0)
-                progress.tell(done)
-        print(f"{split} is uploaded to {store.url}", flush=True)
+                uploaded_bytes += sizes.get(file, 0)
+                progress.tell(uploaded_bytes)
+        print(f"{split} was uploaded to {store.url}", flush=True)
 
 
 def find_dataset(flags: argparse.Namespace) -> Originals:
-    """Find the parts of the data set that the flags name."""
+    """Find the parts of the data set that the flags specify."""
     base = os.path.expanduser(flags.data or "")
     by_flags = {part: path for part in (*SPLITS, "devkit", "val_labels") if (path := getattr(flags, part))}
     if flags.source == "shards":
-        if not (patterns := (find_patterns(base) if base else {}) | by_flags):
+        patterns = (find_patterns(base) if base else {}) | by_flags
+        if not patterns:
             raise ValueError(
-                f"--data {base} contains no shards named *train*.tar or *val*.tar. Give --train and --val."
+                f"--data {base} contains no shards named *train*.tar or *val*.tar. Pass --train and --val."
             )
         return WebDataset(patterns, flags.classes)
     if flags.source == "parquet":
@@ -209,15 +212,18 @@ def find_dataset(flags: argparse.Namespace) -> Originals:
     names = NAMES[flags.source]
     if flags.source == "folder" and Path(base).is_dir():
         folders = split_folders(Path(base))
-        used = {part: folders.get(split) for part, split in used_splits(folders).items() if part in SPLITS}
-        names = names | {part: name for part, name in used.items() if name}
+        for part, split in used_splits(folders).items():
+            if part in SPLITS and (folder := folders.get(split)):
+                names = names | {part: folder}
     parts = _find_parts(base, names) | by_flags
     is_ilsvrc = flags.source == "imagenet" or "val_labels" in by_flags
-    if flags.source == "tar" and not {"train", "val"} & parts.keys():  # try the file names of ILSVRC2012
+    if flags.source == "tar" and not {"train", "val"} & parts.keys():  # look for ILSVRC2012's file names
         parts |= _find_parts(base, NAMES["imagenet"])
         is_ilsvrc = True
     if not {"train", "val"} & parts.keys():
-        raise ValueError(f"--data {base} contains neither {names['train']} nor {names['val']}")
+        raise ValueError(
+            f"--data {base} contains neither {names['train']} nor {names['val']}. Pass --train and --val."
+        )
     if is_ilsvrc:
         _check_labels(parts, base)
         return Ilsvrc(parts, not flags.no_verify, flags.subset)
@@ -230,20 +236,22 @@ def _find_parts(base: str, names: dict[str, str]) -> dict[str, str]:
 
 
 def _check_labels(parts: dict[str, str], base: str) -> None:
-    """Raise ValueError unless the classes and the val labels have exactly one source each."""
+    """Raise ValueError unless there is exactly one source for the classes and one for the val labels."""
     if "devkit" in parts:
         if "val_labels" in parts:
-            raise ValueError(f"{parts['devkit']} contains the labels of val. Remove --val_labels.")
+            raise ValueError(f"{parts['devkit']} already contains the labels of val. Remove --val_labels.")
     elif "train" not in parts or ("val" in parts and "val_labels" not in parts):
-        names_classes = " and the names of the classes" if "train" not in parts else ""
+        names_classes = " and the class names" if "train" not in parts else ""
+        where = f" in {base}" if base else ""
         raise ValueError(
-            f"{DEVKIT} is missing{f' in {base}' if base else ''}. It has the labels of val{names_classes}."
-            " Give --devkit or, with the training archive, --val_labels FILE: a WordNet id or index per line."
+            f"{DEVKIT}, which contains the labels of val{names_classes}, is missing{where}. Pass --devkit."
+            " With the training archive, --val_labels FILE can replace --devkit. FILE contains a WordNet id"
+            " or index per line."
         )
 
 
 def exists(where: str) -> bool:
-    """Return True if a path or an S3 object exists."""
+    """Return True if the path or S3 object exists."""
     if where.startswith("s3://"):
         folder, _, name = where.rpartition("/")
         return ObjectStore(folder).size_and_etag(name) is not None

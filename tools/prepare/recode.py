@@ -1,4 +1,4 @@
-"""Re-encode images that need a smaller size or another format. Other images stay unchanged."""
+"""Re-encode images that need a smaller size or a different format. Keep all other images unchanged."""
 
 import os
 from collections import deque
@@ -11,25 +11,25 @@ from onecurve.system.processes import allowed_cores
 from tools.prepare.originals import ImageBatch, RawImage
 
 PNG = b"\x89PNG"
-QUALITY = 95  # JPEG quality of images that keep their size
+QUALITY = 95  # JPEG quality of re-encoded images that keep their size
 
 
 def recoded(
     source: Iterable[ImageBatch], short_side: int | None, quality: int, strict: bool = False
 ) -> Generator[ImageBatch, None, None]:
-    """Yield the batches in order. Convert CMYK images and misnamed PNGs to RGB JPEGs of QUALITY.
+    """Yield the batches in order. Convert CMYK images and misnamed PNGs to RGB JPEGs with quality QUALITY.
 
     Args:
-        source: the batches.
-        short_side: shorter side to which larger images are resized, on all cores. None keeps all sizes.
+        source: Batches of images.
+        short_side: Shorter side to which larger images are resized, using all cores. None keeps all sizes.
         quality: JPEG quality of resized images.
-        strict: True to also refuse JPEGs with a missing part.
+        strict: True to also refuse JPEGs with missing parts.
 
     Raises:
-        ValueError: an image can't be decoded. The message names the image.
+        ValueError: If an image can't be decoded. The message contains the image's name.
     """
     if short_side is None and not strict:
-        yield from (_recode(batch, None, quality, False) for batch in source)
+        yield from (_recode_batch(batch, None, quality, False) for batch in source)
         return
     # PIL releases the GIL, so threads suffice. On two cores, threads were 1.06 times as fast as processes.
     cores = allowed_cores()
@@ -37,7 +37,7 @@ def recoded(
     pending: deque[Future[ImageBatch]] = deque()
     try:
         for batch in source:
-            pending.append(pool.submit(_recode, batch, short_side, quality, strict))
+            pending.append(pool.submit(_recode_batch, batch, short_side, quality, strict))
             if len(pending) > 2 * cores + 1:
                 yield pending.popleft().result()
         while pending:
@@ -46,39 +46,44 @@ def recoded(
         pool.shutdown(cancel_futures=True)
 
 
-def _recode(batch: ImageBatch, short_side: int | None, quality: int, strict: bool) -> ImageBatch:
-    for i, image in enumerate(batch.images):
-        odd = odd_format(image)
-        remedy = "" if odd else ", or prepare without --resize"
+def _recode_batch(batch: ImageBatch, short_side: int | None, quality: int, strict: bool) -> ImageBatch:
+    for index, image in enumerate(batch.images):
+        refused_format = odd_format(image)
+        remedy = "" if refused_format else ", or remove --resize"
         try:
-            data = smaller(image.data, short_side, quality) if short_side else None
-            data = data or (_as_jpeg(_upright(image.data), QUALITY) if odd else image.data)
+            recoded_data = smaller(image.data, short_side, quality) if short_side else None
+            if not recoded_data:
+                is_refused = refused_format is not None
+                recoded_data = _as_jpeg(_decode_upright(image.data), QUALITY) if is_refused else image.data
             if strict and (problem := damage(image.data)):
-                remedy = ", or keep it unchanged with --no_verify"
+                remedy = ", or pass --no_verify to keep the image unchanged"
                 raise ValueError(problem)
-        except (ValueError, OSError) as error:  # OSError comes from the encoder
+        except (ValueError, OSError) as error:  # the encoder raises OSError
             raise ValueError(
-                f"{batch.where}: {image.name} can't be decoded: {error}. Remove it from its archive{remedy}"
+                f"{batch.where}: {image.name} can't be decoded: {error}. Remove the image{remedy}"
             ) from None
-        if data is not image.data:
+        if recoded_data is not image.data:
             stem, extension = os.path.splitext(image.name)
             name = image.name if extension.lower() in (".jpg", ".jpeg") else f"{stem}.jpg"
-            batch.images[i] = image._replace(name=name, data=data)
-        if odd:
-            batch.odd.append({"key": image.key, "why": odd})
+            batch.images[index] = image._replace(name=name, data=recoded_data)
+        if refused_format:
+            batch.odd.append({"key": image.key, "why": refused_format})
     return batch
 
 
 def odd_format(image: RawImage) -> str | None:
-    """Return the format of an image that fast decoders refuse, "PNG" (misnamed) or "CMYK", or None."""
+    """Return "PNG" (misnamed) or "CMYK" for an image that fast decoders refuse, and None for other images."""
     if image.data[:4] == PNG and not image.name.lower().endswith(".png"):
         return "PNG"
     frame = jpeg_frame(image.data)
     return "CMYK" if frame is not None and frame.components == 4 else None
 
 
-def _upright(data: bytes):
-    """Decode to an RGB or L image of PIL, and apply the EXIF rotation. Raise ValueError with the reason."""
+def _decode_upright(data: bytes):
+    """Decode an image to PIL's mode RGB or L and apply the EXIF rotation.
+
+    Raise ValueError if decoding fails.
+    """
     from PIL import Image, ImageOps
 
     if data[:2] != JPEG:
@@ -87,19 +92,20 @@ def _upright(data: bytes):
     try:
         picture = ImageOps.exif_transpose(picture)
         picture.load()
-    except Exception as error:  # PIL's errors about broken files have no common base class
+    except Exception as error:  # PIL's errors for broken files have no common base class
         raise ValueError(str(error) or type(error).__name__) from None
     return picture if picture.mode in ("L", "RGB") else picture.convert("RGB")
 
 
 def smaller(data: bytes, short_side: int, quality: int) -> bytes | None:
-    """Resize an image to this shorter side, with the filter of onecurve.data.decode and the EXIF rotation.
+    """Resize an image to a shorter side.
 
-    Return None for an image that is already small enough.
+    Return None if the image is already small enough. The filter and the EXIF rotation are the same as in
+    onecurve.data.decode.
     """
     from PIL import Image
 
-    picture = _upright(data)
+    picture = _decode_upright(data)
     width, height = picture.size
     short = min(width, height)
     if short <= short_side:

@@ -1,9 +1,10 @@
 """Index existing WebDataset shards on this host or in S3, without copying them.
 
 A shard is a tar (https://github.com/webdataset/webdataset). Consecutive members with the same key form a
-sample. The key is the path of a member up to the first dot in its last part, and the rest is the field. For
+sample. The key is the member's path up to the first dot in the file name, and the rest is the field. For
 example, `n01440764/a.jpg` and `n01440764/a.cls` are two fields of one sample. A sample contains one image
-(jpg, png, ...) and the class, as digits (cls) or in JSON (json: "label" or "cls"). Other fields are ignored.
+(jpg, png, ...) and a class, either as digits (cls) or as "label" or "cls" in JSON (json). Other fields are
+ignored.
 """
 
 import fnmatch
@@ -22,14 +23,14 @@ from onecurve.system.s3 import ObjectStore
 from tools.prepare.archives import Member, members, open_stream
 from tools.prepare.originals import Originals, digest
 
-NAMES = {"train": ("train",), "val": ("val", "test")}  # words in the names of shards or folders
+NAMES = {"train": ("train",), "val": ("val", "test")}  # words in the names of a split's shards or folders
 WILDCARD = re.compile(r"[*?[]")
-BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")  # braces in WebDataset patterns such as train-{0000..1023}.tar
+BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")  # braces in WebDataset patterns, such as train-{0000..1023}.tar
 IMAGES = tuple(extension.removeprefix(".") for extension in EXTENSIONS)
 CLASSES, JSON_NAMES = ("cls", "json"), ("label", "cls")
 LARGEST_FIELD_BYTES = 2**20
 LARGEST_CLASS = 2**20
-THREADS = 8  # number of threads that read shards, which mostly wait for S3
+THREADS = 8  # number of threads that read shards. The threads mostly wait for S3
 
 
 class Tar(NamedTuple):
@@ -46,32 +47,40 @@ class Row(NamedTuple):
 
 
 def bucket_of(url: str) -> ObjectStore | None:
-    """Return the bucket of an s3:// URL, or None for a path."""
+    """Return a client of the bucket in an s3:// URL, or None for a path."""
     return ObjectStore("/".join(url.split("/")[:3])) if url.startswith("s3://") else None
 
 
 class WebDataset(Originals):
-    """Shards of train and val, specified by shell patterns or patterns with braces."""
+    """Shards of train and val, which are specified by shell patterns or patterns with braces."""
 
     def __init__(self, patterns: dict[str, str], class_file: str | None):
-        """Find the shards. `class_file` lists the class names, one per line. Without a file, use numbers."""
+        """Find the shards.
+
+        `class_file` contains one class name per line. If class_file is None, the class names are numbers.
+        """
         self.class_file = class_file
         super().__init__(patterns)
 
     def find(self) -> None:
-        self.store, *others = map(bucket_of, self.parts.values())  # client that all shards share
+        self.store, *others = map(bucket_of, self.parts.values())  # one client for all shards
         if any((store and store.url) != (self.store and self.store.url) for store in others):
-            raise ValueError("the shards of train and val must be on this host or in one bucket")
+            raise ValueError(
+                "train and val are in different places. Put all shards on this host or into one bucket."
+            )
         self.shards = {split: find_shards(pattern, self.store) for split, pattern in self.parts.items()}
         urls = [{shard.url for shard in shards} for shards in self.shards.values()]
         if len(urls) == 2 and (common := urls[0] & urls[1]):
-            raise ValueError(f"{min(common)} is in train and in val. Give --train and --val.")
+            raise ValueError(f"{min(common)} is in both train and val. Pass --train and --val.")
         for split, shards in self.shards.items():
             self.bytes[split] = sum(shard.bytes for shard in shards)
             self.versions[split] = digest([*map(tuple, shards)])
 
     def read_classes(self) -> None:
-        """Read the class names. If there is no file, name_classes derives the names from the labels."""
+        """Read the class names from the file.
+
+        Without a file, name_classes derives the names from the labels.
+        """
         if self.class_file is None:
             return
         with open_stream(self.class_file) as stream:
@@ -79,86 +88,90 @@ class WebDataset(Originals):
         self.classes = [{"wnid": str(label), "name": name.strip()} for label, name in enumerate(names)]
 
     def name_classes(self, largest: int) -> None:
-        """Name the classes by their numbers, or check that each label up to `largest` has a name."""
+        """Use numbers as class names, or check that each label up to `largest` has a name in the file."""
         if self.class_file is None:
             self.classes = [{"wnid": str(label), "name": str(label)} for label in range(largest + 1)]
         elif largest >= len(self.classes):
             raise ValueError(
-                f"{self.class_file} contains {len(self.classes):,} names, but there is a label {largest}."
-                " Give one line per class."
+                f"{self.class_file} contains {len(self.classes):,} class names, but a sample has the label"
+                f" {largest}. Write one class name per line."
             )
 
     def index(self, tar: Tar) -> tuple[list[Row], str | None]:
-        """Index one shard.
+        """Return the index of a shard.
 
         Returns:
-            One row per image; and the SHA-256 of a shard in S3, which is read completely, or None.
+            A tuple of one row per image and a SHA-256. A shard in S3 is read completely to compute the
+            SHA-256, which is None for a local shard.
 
         Raises:
-            ValueError: a sample has no image, several images or no class. The message names the sample.
+            ValueError: If a sample has no image, several images or no class. The message contains the
+                sample's key.
         """
         with open_stream(tar.url, "sha256" if self.store else None, self.store, headers=True) as stream:
-            rows = list(_rows(stream.archive))
+            rows = list(_index_rows(stream.archive))
             sha256 = stream.digest() if self.store else None
         if not rows:
-            raise ValueError(
-                f"{tar.url} contains no samples with an image ({' '.join(IMAGES)}) and its class"
-            )
+            raise ValueError(f"{tar.url} contains no sample with an image ({' '.join(IMAGES)}) and a class")
         return rows, sha256
 
 
 def find_patterns(base: str) -> dict[str, str]:
-    """Find the pattern of each split in a folder or prefix, from the names of shards or their folders."""
+    """Find a pattern for each split in a folder or prefix, based on the names of shards or folders."""
     base, store, patterns = glob.escape(base.rstrip("/")), bucket_of(base), {}
     for split in SPLITS:
-        forms = (form for word in NAMES[split] for form in (f"*{word}*.tar", f"*{word}*/*.tar"))
-        if pattern := next((f"{base}/{form}" for form in forms if match(f"{base}/{form}", store)), None):
+        candidates = [f"{base}/*{word}*{rest}" for word in NAMES[split] for rest in (".tar", "/*.tar")]
+        if pattern := next((candidate for candidate in candidates if match(candidate, store)), None):
             patterns[split] = pattern
     return patterns
 
 
 def match(pattern: str, store: ObjectStore | None) -> list[str]:
-    """Return the paths or URLs that match a shell pattern, sorted. Return other text unchanged."""
+    """Return the paths or URLs that match a shell pattern, sorted.
+
+    Return text without wildcards unchanged.
+    """
     if store is None:
         pattern = os.path.abspath(os.path.expanduser(pattern))
         return sorted(glob.glob(pattern)) if WILDCARD.search(pattern) else [pattern]
     if not WILDCARD.search(pattern):
         return [pattern]
-    bucket = f"{store.url}/"
-    urls = [bucket + name for name in store.list(WILDCARD.split(pattern.removeprefix(bucket))[0])]
-    parts = re.findall("/[.]?", pattern)  # as on a disk, wildcards match neither a slash nor a leading dot
-    return [url for url in fnmatch.filter(urls, pattern) if re.findall("/[.]?", url) == parts]
+    prefix = f"{store.url}/"
+    urls = [prefix + name for name in store.list(WILDCARD.split(pattern.removeprefix(prefix))[0])]
+    # Wildcards match neither a slash nor a leading dot, as on a disk.
+    separators = re.findall("/[.]?", pattern)
+    return [url for url in fnmatch.filter(urls, pattern) if re.findall("/[.]?", url) == separators]
 
 
 def find_shards(pattern: str, store: ObjectStore | None) -> list[Tar]:
-    """Return the shards that a pattern names, in order. Raise ValueError if any or all are missing."""
+    """Return the shards that match a pattern, in order. Raise ValueError if one or all shards are missing."""
 
     def tar(name: str) -> Tar:
         with open_stream(name, store=store) as stream:
             return Tar(name, stream.size, stream.version)
 
-    names = [name for plain in _without_braces(pattern) for name in match(plain, store)]
+    names = [name for expanded in _without_braces(pattern) for name in match(expanded, store)]
     if not names:
         raise ValueError(
-            f"{pattern} matches no shards. Give paths or s3:// URLs with *, ? or braces, for example"
+            f"{pattern} matches no shards. Pass paths or s3:// URLs with *, ? or braces, for example"
             " 'FOLDER/train-{0000..1023}.tar'."
         )
-    with ThreadPoolExecutor(THREADS) as pool:  # S3 needs one request per object
+    with ThreadPoolExecutor(THREADS) as pool:  # because S3 needs one request per object
         return list(pool.map(tar, dict.fromkeys(names)))
 
 
 def _without_braces(pattern: str) -> list[str]:
-    """Expand the braces in a pattern."""
+    """Return all names that a pattern with braces stands for."""
     if (braces := BRACES.search(pattern)) is None:
         return [pattern]
     first, last = braces.groups()
-    numbers = [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
-    return [name for n in numbers for name in _without_braces(pattern.replace(braces[0], n, 1))]
+    numbers = [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return [name for number in numbers for name in _without_braces(pattern.replace(braces[0], number, 1))]
 
 
-def _rows(archive: Member) -> Iterator[Row]:
-    """Yield a row per image without reading the images."""
-    for key, sample in itertools.groupby(members(archive), _key):
+def _index_rows(archive: Member) -> Iterator[Row]:
+    """Yield a row of the index for each image, without reading the images."""
+    for key, sample in itertools.groupby(members(archive), _sample_key):
         images, classes, where = [], {}, f"{archive.where}: {key}"
         for member in sample:
             field = member.name[len(key) + 1 :].lower()
@@ -173,33 +186,33 @@ def _rows(archive: Member) -> Iterator[Row]:
                     )
                 classes[field] = member.read()
         if len(images) > 1 or (classes and not images):
-            raise ValueError(f"{where} contains {len(images)} images ({' '.join(IMAGES)}), not one")
+            raise ValueError(f"{where} contains {len(images)} images ({' '.join(IMAGES)}) instead of one")
         if images:
             offset, length, name = images[0]
-            yield Row(offset, length, _label(classes, where), name)
+            yield Row(offset, length, _sample_label(classes, where), name)
 
 
-def _key(member: Member) -> str:
+def _sample_key(member: Member) -> str:
     folder, slash, name = member.name.rpartition("/")
     return f"{folder}{slash}{name.partition('.')[0]}"
 
 
-def _label(classes: dict[str, bytes], where: str) -> int:
-    """Return the label of a sample, which is an int or digits. Raise ValueError for anything else."""
+def _sample_label(classes: dict[str, bytes], where: str) -> int:
+    """Return a sample's label, which is an int or digits. Raise ValueError for anything else."""
     value: object = None
     if "cls" in classes:
         value = classes["cls"].decode(errors="replace").strip()
     elif "json" in classes:
-        fields = parse_json(classes["json"], f"{where}.json")
-        value = next((fields[name] for name in JSON_NAMES if name in fields), None)
+        content = parse_json(classes["json"], f"{where}.json")
+        value = next((content[name] for name in JSON_NAMES if name in content), None)
     if value is None:
         names = " or ".join(JSON_NAMES)
         raise ValueError(
-            f"{where} contains no class. Expected digits in a .cls, or a number in a .json as {names}."
+            f"{where} contains no class. Add digits in a .cls file, or a number as {names} in a .json file."
         )
-    text = "" if isinstance(value, bool) else str(value)
-    if not (text.isascii() and text.isdigit() and len(text) < 9 and int(text) < LARGEST_CLASS):
+    digits = "" if isinstance(value, bool) else str(value)
+    if not (digits.isascii() and digits.isdigit() and len(digits) < 9 and int(digits) < LARGEST_CLASS):
         raise ValueError(
-            f"{where}: the class is {ascii(value)[:80]}, not a number from 0 to {LARGEST_CLASS:,}"
+            f"the class of {where} is {ascii(value)[:80]} instead of a number from 0 to {LARGEST_CLASS:,}"
         )
-    return int(text)
+    return int(digits)

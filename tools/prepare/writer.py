@@ -1,4 +1,4 @@
-"""Write a split as shuffled shards in one pass, and write their index."""
+"""Write a split as shuffled shards in one pass, and write the index of the shards."""
 
 import hashlib
 import os
@@ -19,25 +19,25 @@ from onecurve.data.shards import index_name
 from onecurve.system.files import allow_open_files, write_bytes
 from tools.prepare.originals import RawImage
 
-WAITING = 8  # largest number of batches waiting for the thread that writes and hashes
-OTHER_FILES = 64  # number of open files reserved for other purposes than shards
-DRAWN = 4096  # number of images for which shards are drawn at once
-BLOCK = 512  # block size of a tar file in bytes
-END = bytes(2 * BLOCK)  # end mark of a tar file
-EXTENSIONS = {".jpeg": ".jpg"}  # readers of shards use the extension as the field's name
+WAITING = 8  # maximum number of batches that wait for the thread that writes and hashes
+OTHER_FILES = 64  # number of open files reserved for purposes other than shards
+DRAWN = 4096  # number of images whose shards are drawn at once
+BLOCK = 512  # bytes per block in a tar file
+END = bytes(2 * BLOCK)  # end mark of a tar file, which consists of two empty blocks
+EXTENSIONS = {".jpeg": ".jpg"}  # shard readers use the extension as the name of the field
 
 
 def write_shard_index(folder: Path, split: str, rows: array, names: CollectedNames) -> tuple[str, int]:
     """Write a split's index, sorted by shard and offset, and the image names in the same order.
 
     Args:
-        folder: folder of the split.
-        split: name of the split.
-        rows: shard, offset, length and label of each image, in one flat array.
-        names: names of the images.
+        folder: Folder of the split.
+        split: Name of the split.
+        rows: Shard, offset, length and label of each image, as one flat array.
+        names: Names of the images.
 
     Returns:
-        The index's SHA-256 and the largest label.
+        A tuple of the index's SHA-256 and the largest label.
     """
     table, content = np.frombuffer(rows, np.int64).reshape(-1, 4), BytesIO()
     order = np.lexsort((table[:, 1], table[:, 0]))
@@ -48,21 +48,21 @@ def write_shard_index(folder: Path, split: str, rows: array, names: CollectedNam
 
 
 class ShardWriter:
-    """Writer that distributes the images of a split over shards, which are all open at once.
+    """Writer that distributes a split's images over shards. All shards are open at the same time.
 
-    Image i is appended to a shard that is drawn from (seed, split, i), so each class of a sorted source is
-    spread over all shards in one pass. Each shard stays sorted by class, so readers must shuffle at least the
-    images of a whole shard.
+    Image i is appended to a random shard, drawn from (seed, split, i). In one pass, each class of a sorted
+    source is therefore spread over all shards. Each shard stays sorted by class, so readers must shuffle at
+    least the images of a whole shard.
 
     Each image is stored as two members, `<key>.jpg` (or .png, ...) and `<key>.cls` with the label as digits.
     """
 
     def __init__(self, folder: Path, split: str, shards: int, seed: int):
-        """Open the shards. Raise ValueError if the process may not open so many files."""
+        """Open all shards for writing. Raise ValueError if the process may not open so many files."""
         count = shards + OTHER_FILES
         if (limit := allow_open_files(count)) < count:
             raise ValueError(
-                f"{count:,} open files exceed the limit of {limit:,} (ulimit -Hn). Give a larger --shard_mib."
+                f"{count:,} open files exceed the limit of {limit:,} (ulimit -Hn). Pass a larger --shard_mib."
             )
         self.folder, self.split, self.count = folder, split, 0
         self.lengths, self.images = [0] * shards, [0] * shards
@@ -71,10 +71,11 @@ class ShardWriter:
         self.shards = [_Shard(folder / f"{split}-{i:05d}.tar") for i in range(shards)]
 
     def write(self, images: Sequence[RawImage]) -> None:
-        """Queue images for writing. If an earlier write failed, raise its error."""
+        """Queue images for writing. If an earlier write failed, raise the error of that write."""
         batch: list[tuple[_Shard, bytes]] = []
         for image in images:
-            number = int(_draws(*self.key, self.count // DRAWN, len(self.shards))[self.count % DRAWN])
+            drawn_shards = _draw_shards(*self.key, self.count // DRAWN, len(self.shards))
+            shard_index = int(drawn_shards[self.count % DRAWN])
             extension = os.path.splitext(image.name)[1].lower()
             label, size = b"%d" % image.label, len(image.data)
             name = f"{image.key}{EXTENSIONS.get(extension, extension)}"
@@ -82,18 +83,18 @@ class ShardWriter:
             label_header = tar_header(f"{image.key}.cls", len(label))
             padding = bytes(-size % BLOCK)
             members = b"".join((header, image.data, padding, label_header, label.ljust(BLOCK, b"\0")))
-            self.rows.extend((number, self.lengths[number] + len(header), size, image.label))
+            self.rows.extend((shard_index, self.lengths[shard_index] + len(header), size, image.label))
             self.names.add(name)
-            self.lengths[number] += len(members)
-            self.images[number] += 1
+            self.lengths[shard_index] += len(members)
+            self.images[shard_index] += 1
             self.count += 1
-            batch.append((self.shards[number], members))
-        self._drain(WAITING)
+            batch.append((self.shards[shard_index], members))
+        self._wait_for_writes(WAITING)
         self.pending.append(self.thread.submit(_append_all, batch))
 
     def finish(self) -> dict[str, Any]:
         """Complete the shards and write the index. Return the split's part of the manifest."""
-        self._drain(0)
+        self._wait_for_writes(0)
         for shard in self.shards:
             shard.append(END)
             os.fdatasync(shard.file)
@@ -114,9 +115,12 @@ class ShardWriter:
         for shard in self.shards:
             os.close(shard.file)
 
-    def _drain(self, most: int) -> None:
-        """Wait until at most `most` batches are queued. If an earlier write failed, raise its error."""
-        while len(self.pending) > most:
+    def _wait_for_writes(self, max_pending: int) -> None:
+        """Wait until at most `max_pending` batches are queued.
+
+        If an earlier write failed, raise the error of that write.
+        """
+        while len(self.pending) > max_pending:
             self.pending.popleft().result()
 
 
@@ -126,7 +130,10 @@ class _Shard:
         self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
 
     def append(self, content: bytes) -> None:
-        """Append all bytes. On a full disk, a write may be incomplete, and the next write raises OSError."""
+        """Append the content.
+
+        On a full disk, a write may be incomplete, and the next write raises OSError.
+        """
         self.sha256.update(content)
         try:
             while content:
@@ -141,21 +148,21 @@ def _append_all(batch: list[tuple[_Shard, bytes]]) -> None:
 
 
 @lru_cache(4)
-def _draws(*key_block_count: int) -> np.ndarray:
-    """Draw the shards of DRAWN images. RandomState guarantees a stream that never changes (NEP 19)."""
+def _draw_shards(*key_block_count: int) -> np.ndarray:
+    """Draw the shards of DRAWN images. RandomState's stream of random numbers never changes (NEP 19)."""
     *key, count = key_block_count
     return np.random.RandomState(key).randint(count, size=DRAWN)
 
 
 def tar_header(name: str, size: int) -> bytes:
-    """Return the header of a tar member, which usually has 512 bytes.
+    """Return a tar member's header, which is usually 512 bytes long.
 
     A class longer than 155 bytes or a name longer than 100 bytes needs 1,536 bytes of PAX records. The time
-    is 0 and the owner is empty, so that the same images produce identical shards.
+    is 0 and the owner is empty, so that identical images produce identical shards.
     """
     member = tarfile.TarInfo(name)
     member.size = size
     try:
         return member.tobuf(tarfile.USTAR_FORMAT, "utf-8")
-    except ValueError:  # the name is too long
+    except ValueError:  # the name is too long for USTAR
         return member.tobuf(tarfile.PAX_FORMAT, "utf-8")

@@ -1,1 +1,1 @@
-"""Verification of finished runs by replays, for verify.py. Start with verification.py."""
+"""Verification of finished runs with replays, for verify.py. Start with verification.py."""

@@ -1,8 +1,9 @@
-"""Compare a finished run with replays of some of its steps, for verify.py.
+"""Compare a finished run with replays of some steps, for verify.py.
 
 There are two kinds of verification. If --deterministic makes a replay bitwise identical to the run, no value
-may differ. Otherwise rounding differs, and training amplifies the differences without a bound. In this case
-only evaluations of kept weights are judged, and the differences of trained steps are only reported.
+may differ. In all other cases, rounding differs, and training amplifies the differences without a bound. In
+these cases, the verdict depends only on new evaluations of kept weights. Differences in the trained steps are
+only reported.
 """
 
 from collections import defaultdict
@@ -20,24 +21,26 @@ from onecurve.system.files import read_json
 from onecurve.system.text import plural, some_of
 from tools.logbook.run_record import COMPARED, RunRecord
 
-# Largest change of a metric's sum over the classes when the predicted class of one image changes, in units of
-# 1 / (images of a class). The change affects the recall of one class, and the F1 of two classes by at most
-# 2 / images each.
+# Maximum change of a metric's sum over all classes when the prediction for one image changes, in units of 1 /
+# (images in a class). A changed prediction changes the recall of one class, and the F1 of two classes by at
+# most 2 / images each.
 BY_CLASS = {"balanced_accuracy": 1, "macro_f1": 4}
-# Largest changes when the same weights are evaluated again: predictions per 10,000 images, because the two
-# largest logits of an image may differ only by rounding, and the loss as a fraction. Measurements used a CPU
-# and CNN-B on CIFAR-10. Different micro-batches, thread counts and memory layouts changed none of 1,000
-# predictions and no loss, in bf16 and fp32. Evaluating in fp32 instead of bf16 changed 3 predictions, but not
-# the number of correct predictions, and changed the loss by 0.08 %. GPUs have not been measured yet.
+# Maximum changes when the same weights are evaluated again. CHANGED_PER_10_000 is the number of predictions
+# per 10,000 images, because an image's two largest logits may differ only by rounding. CHANGED_LOSS is a
+# fraction of the loss. The changes were measured on a CPU with CNN-B on CIFAR-10. Different micro-batches,
+# thread counts and memory layouts changed none of 1,000 predictions and no loss, in bf16 and fp32. Evaluation
+# in fp32 instead of bf16 changed 3 predictions, but not the number of correct predictions, and changed the
+# loss by 0.08 %. Changes on GPUs have not been measured yet.
 CHANGED_PER_10_000 = {"no": 1, "bf16": 10, "fp16": 10}
 CHANGED_LOSS = {"no": 1e-3, "bf16": 1e-2, "fp16": 1e-2}
-LISTED = 5  # number of findings listed per comparison of an interval
-# Keys of metrics.jsonl that are compared by other code or can't be compared
+LISTED = 5  # maximum number of findings to list for each comparison
+# Keys of metrics.jsonl that are compared elsewhere or can't be compared
 NOT_REPLAYED = {"step", "epoch", "wall_s", "train/images_per_s", "train/mfu_pct"}
 NOT_REPLAYED |= {"interrupted_at", "resumed_at", "why"}
 NOT_REPLAYED |= {"hosts", "hosts_before", "processes", "processes_before"}
-EXACT = ("lr", "images", "logged_step")  # last parts of keys whose values are independent of rounding
-# Keys of result.json. START_KEYS must match the last start in starts.jsonl, and REPEATED_KEYS the replay.
+EXACT = ("lr", "images", "logged_step")  # last parts of the keys whose values do not depend on rounding
+# Keys of result.json. START_KEYS must match the last start in starts.jsonl. REPEATED_KEYS must match the
+# replay.
 START_KEYS = ("data", "batch_size", "epochs", "seed", "deterministic", "per_device_batch_size")
 REPEATED_KEYS = ["script", "data", "batch_size", "epochs", "seed", "deterministic"]
 REPEATED_KEYS += ["val_name", "val_images", "test_name", "test_images"]
@@ -50,10 +53,10 @@ Numbers = dict[tuple[int, str], list[float]]  # logged values by step and key
 
 @dataclass(frozen=True)
 class Interval:
-    """Range of steps from start + 1 to end, with the evaluation at step start.
+    """Range of steps from start + 1 to end, together with the evaluation at step start.
 
     Attributes:
-        checkpoints: steps of the kept checkpoints in the interval.
+        checkpoints: Steps at which a checkpoint in the interval was kept.
     """
 
     start: int
@@ -72,16 +75,17 @@ class Interval:
 
 @dataclass
 class Outcome:
-    """Result of comparing one interval with its replay."""
+    """Result of comparing an interval with its replay."""
 
     interval: Interval
     findings: list[str] = field(default_factory=list)
     is_replayed: bool = False
-    is_exact: bool = False  # True if no value may differ
-    why_not: list[str] = field(default_factory=list)  # reasons why values are allowed to differ
-    # Largest absolute difference of each quantity (loss, accuracy, ..., weights, optimizer's state)
+    is_exact: bool = False  # True if no value may differ from the replay
+    why_not: list[str] = field(default_factory=list)  # reasons why values may differ
+    # Maximum absolute difference of each quantity (loss, accuracy, ..., weights, optimizer's state)
     differences: dict[str, float] = field(default_factory=dict)
-    # Steps with evaluations in the run's log that were compared, and that are missing from the replay
+    # Steps whose logged evaluations were compared, and steps whose logged evaluations the replay did not
+    # repeat
     evaluated: set[int] = field(default_factory=set)
     not_repeated: set[int] = field(default_factory=set)
 
@@ -90,20 +94,20 @@ class Outcome:
 
 
 def recorded_steps_per_epoch(run: RunRecord) -> int:
-    """Return the recorded number of steps per epoch, or derive it from the first line of the log.
+    """Return the recorded number of steps per epoch, or derive the number from the first line of the log.
 
-    contradictions() checks the remaining lines. Raise ValueError if the log is empty.
+    contradictions() checks the remaining log lines. Raise ValueError if the log is empty.
     """
     if "steps_per_epoch" in run.about:
         return run.about["steps_per_epoch"]
     for line in run.metrics:
         if line["step"] > 0 < line["epoch"]:
             return max(1, round(line["step"] / line["epoch"]))
-    raise ValueError(f"{run.folder} has no log: {', '.join(run.problems)}")
+    raise ValueError(f"{run.folder} contains no log: {', '.join(run.problems)}")
 
 
 def contradictions(run: RunRecord, kept: list[int]) -> list[str]:
-    """List contradictions between the run's files. `kept` contains the steps of the run's checkpoints."""
+    """Return contradictions between the run's files. `kept` contains the steps of the run's checkpoints."""
     starts = [start for start in run.kept if "steps_per_epoch" in start.about]
     facts, per_epoch = run.facts, recorded_steps_per_epoch(run.as_of(starts[-1]) if starts else run)
     findings = [line for line in run.problems if line.startswith(COMPARED)]
@@ -115,7 +119,7 @@ def contradictions(run: RunRecord, kept: list[int]) -> list[str]:
             if name in last and run.about[name] != last[name]
         ]
         findings += [
-            f"{name} is {facts.get(name)} in result.json, {last[name]} in the last start in starts.jsonl"
+            f"{name} is {facts.get(name)} in result.json, but {last[name]} in the last start in starts.jsonl"
             for name in START_KEYS
             if name in last and facts.get(name) != last[name]
         ]
@@ -124,81 +128,91 @@ def contradictions(run: RunRecord, kept: list[int]) -> list[str]:
     total = run.recipe.get("epochs", 1) * per_epoch
     ended_by_flags = (facts.get("stopped_by") or "--max_steps").startswith("--max_steps")
     expected = {
-        **({"steps": min(total, run.recipe.get("max_steps") or total)} if ended_by_flags else {}),
         **{name: run.derived.get(name) for name in evaluated},
         **{f"test_{name}": tested.get(f"test/{name}") for name in METRICS},
     }
+    if ended_by_flags:
+        expected = {"steps": min(total, run.recipe.get("max_steps") or total)} | expected
     findings += [
-        f"{name} is {facts.get(name)} in result.json, {value} by the recipe and the log"
+        f"{name} is {facts.get(name)} in result.json, but {value} according to the recipe and the log"
         for name, value in expected.items()
         if facts.get(name) != value
     ]
-    newest = max([*(line["step"] for line in run.metrics), *kept])
-    if newest != facts["steps"]:
-        findings.append(f"the log and the checkpoints end at step {newest:,}, the run at {facts['steps']:,}")
+    last_step = max([*(line["step"] for line in run.metrics), *kept])
+    if last_step != facts["steps"]:
+        findings.append(
+            f"the log and the checkpoints end at step {last_step:,}, but the run ends at {facts['steps']:,}"
+        )
     for line in run.metrics:
-        known = {s.about["steps_per_epoch"] for s in starts if s.first <= line["step"] <= s.last}
-        if line["epoch"] not in [line["step"] / n for n in known or {per_epoch}]:
-            return [*findings, f"step {line['step']:,} is in epoch {line['epoch']:g} of the log"]
+        step = line["step"]
+        epoch_lengths = {s.about["steps_per_epoch"] for s in starts if s.first <= step <= s.last}
+        if line["epoch"] not in [step / length for length in epoch_lengths or {per_epoch}]:
+            return [*findings, f"the log contains a wrong epoch for step {line['step']:,}: {line['epoch']:g}"]
     return findings
 
 
 def compare_facts(run: RunRecord, replay: RunRecord, is_moved: bool) -> list[str]:
-    """List differences in the facts on the run's page. `is_moved` means that the data was moved."""
+    """Return differences in the facts on the run's page. `is_moved` is True if the data was moved."""
     names = [name for name in REPEATED_KEYS if name not in run.unknown and not (is_moved and name == "data")]
     pairs = {name: (run.facts.get(name), replay.facts.get(name)) for name in names}
     recorded, repeated = run.about | run.facts, replay.about | replay.facts
-    # Older versions did not record all of these keys.
+    # Earlier versions did not record all of these keys.
     pairs |= {name: (recorded[name], repeated.get(name)) for name in SAME_WHERE_KNOWN if name in recorded}
-    pairs["steps in an epoch"] = recorded_steps_per_epoch(run), recorded_steps_per_epoch(replay)
-    return [f"{name}: {old}, in the replay {new}" for name, (old, new) in pairs.items() if old != new]
+    pairs["number of steps per epoch"] = recorded_steps_per_epoch(run), recorded_steps_per_epoch(replay)
+    return [f"{name} is {old}, but {new} in the replay" for name, (old, new) in pairs.items() if old != new]
 
 
 def compare_with_replay(run: RunRecord, replay: RunRecord, outcome: Outcome) -> list[str]:
-    """List the findings of one interval, and add all differences to the outcome."""
-    findings = _listed(_compare_numbers(run, replay, outcome))
+    """Return an interval's findings, and add all differences to the outcome."""
+    findings = _first_findings(_compare_logs(run, replay, outcome))
     for step in outcome.interval.checkpoints:
-        findings += _listed(_compare_checkpoint(run, replay, step, outcome))
+        findings += _first_findings(_compare_checkpoint(run, replay, step, outcome))
     return findings
 
 
 def why_not_exact(run: RunRecord, replay: RunRecord) -> list[str]:
-    """Return the reasons why a replay may differ. Without a reason, the replay must be bitwise identical."""
+    """Return reasons why a replay may differ.
+
+    If there are no reasons, the replay must be bitwise identical.
+    """
     if not run.facts.get("deterministic"):
         return ["the run was trained without --deterministic"]
     pairs = {name: (run.about.get(name), replay.about.get(name)) for name in SAME_BITS}
     pairs |= {
-        n: (run.facts.get(n), replay.facts.get(n)) for n in ("device", "per_device_batch_size", "step_graph")
+        name: (run.facts.get(name), replay.facts.get(name))
+        for name in ("device", "per_device_batch_size", "step_graph")
     }
-    reasons = [f"{name} {old}, in the replay {new}" for name, (old, new) in pairs.items() if old != new]
+    reasons = [
+        f"{name} is {old}, but {new} in the replay" for name, (old, new) in pairs.items() if old != new
+    ]
     is_zero = any(str(record.facts.get("strategy")).startswith("zero") for record in (run, replay))
-    return [*reasons, *(["ZeRO sums in another order"] if is_zero else [])]
+    return [*reasons, *(["ZeRO sums gradients in a different order"] if is_zero else [])]
 
 
 def changed_images(images: int, precision: str) -> int:
-    """Return how many predictions may change when the same weights are evaluated again."""
+    """Return the number of predictions that may change when the same weights are evaluated again."""
     return 1 + images * CHANGED_PER_10_000[precision] // 10_000
 
 
 def changed_mean(name: str, sizes: list[int], images: int) -> float:
-    """Return the largest change of a mean over classes if `images` predictions change.
+    """Return the maximum change of a mean over classes if `images` predictions change.
 
     Args:
-        name: name of a metric in BY_CLASS.
-        sizes: number of images of each class. The smallest classes change most, each by at most 1.
-        images: number of predictions that change.
+        name: Name of a metric in BY_CLASS.
+        sizes: Number of images in each class. The smallest classes change most, each by at most 1.
+        images: Number of predictions that change.
     """
-    left, total = BY_CLASS[name] * images, 0.0
+    remaining, total = BY_CLASS[name] * images, 0.0
     for size in sorted(max(1, size) for size in sizes):
-        total += min(left, size) / size
-        left -= min(left, size)
+        total += min(remaining, size) / size
+        remaining -= min(remaining, size)
     return total / max(1, len(sizes))
 
 
 def class_sizes(replay: RunRecord, split: str) -> list[int]:
-    """Return the number of evaluated images of each class.
+    """Return the number of evaluated images in each class.
 
-    If there are more classes than confusion.json stores, one image per class is assumed.
+    If there are more classes than confusion.json stores, assume one image per class.
     """
     matrix = replay.confusion
     if split == "val" and "val_images" in matrix:
@@ -207,38 +221,42 @@ def class_sizes(replay: RunRecord, split: str) -> list[int]:
     return [sum(row) for row in rows] or [1] * (CONFUSED + 1)
 
 
-def _listed(findings: Iterator[str]) -> list[str]:
-    """Return the first LISTED findings, and a line with the number of remaining findings."""
-    lines = list(findings)
-    more = len(lines) - LISTED
-    return [*lines[:LISTED], *([f"and {more:,} more differences like these"] if more > 0 else [])]
+def _first_findings(findings: Iterator[str]) -> list[str]:
+    """Return the first LISTED findings, followed by a line with the number of remaining findings."""
+    all_findings = list(findings)
+    hidden = len(all_findings) - LISTED
+    remark = [f"and {hidden:,} more differences of this kind"] if hidden > 0 else []
+    return [*all_findings[:LISTED], *remark]
 
 
-def _compare_numbers(run: RunRecord, replay: RunRecord, outcome: Outcome) -> Iterator[str]:
-    """Compare the values in the logs of the run and the replay."""
-    logged, replayed = (_numbers(record, outcome, run) for record in (run, replay))
+def _compare_logs(run: RunRecord, replay: RunRecord, outcome: Outcome) -> Iterator[str]:
+    """Compare the values that the run and the replay logged."""
+    logged, replayed = (_logged_values(record, outcome, run) for record in (run, replay))
     per_epoch, last = recorded_steps_per_epoch(run), run.facts["steps"]
     for step, key in sorted(logged.keys() | replayed.keys()):
         claims, values = logged.get((step, key), []), replayed.get((step, key), [])
         if key.startswith("val/"):
-            # The run and the replay are also evaluated where they end. A resumed run ends several times.
+            # The run and the replay are also evaluated at their last step. A resumed run has several last
+            # steps.
             is_due = outcome.interval.is_evaluation or step % per_epoch == 0 or step == last
             if not is_due and not (claims and values):
                 outcome.not_repeated |= {step} if claims else set()
                 continue
             outcome.evaluated.add(step)
         if len(claims) != len(values):
-            counts = f"{len(claims)} times in the log, {len(values)} in its replay"
+            counts = (
+                f"{plural(len(claims), 'time')} in the log, but {plural(len(values), 'time')} in the replay"
+            )
             yield f"{key} of step {step:,} appears {counts}"
             continue
         name = key.rpartition("/")[2]
         for claim, value in zip(claims, values, strict=True):
-            subject = f"{key} of step {step:,} is {claim:.6g}, in the replay {value:.6g}"
+            subject = f"{key} of step {step:,} is {claim:.6g}, but {value:.6g} in the replay"
             difference = abs(value - claim)
             outcome.add(name, difference)
             if outcome.is_exact or name in EXACT:
                 if difference:
-                    yield f"{subject}: they differ by {difference:.1e}"
+                    yield f"{subject}, a difference of {difference:.1e}"
             elif outcome.interval.is_evaluation:
                 yield from _compare_evaluation(subject, key, difference, value, replay)
 
@@ -248,14 +266,14 @@ def _compare_evaluation(
 ) -> Iterator[str]:
     """Compare a metric in two evaluations of the same weights.
 
-    Metrics by class are compared only if they selected the best checkpoint.
+    Metrics by class are compared only if the metric selected the best checkpoint.
 
     Args:
-        subject: text with both values, for the finding.
-        key: key in metrics.jsonl.
-        difference: absolute difference between the values.
-        value: value in the replay.
-        replay: record of the replay.
+        subject: Text of the finding, with both values.
+        key: Key in metrics.jsonl.
+        difference: Absolute difference between the two values.
+        value: Value in the replay.
+        replay: Record of the replay.
     """
     precision, (split, _, name) = replay.facts["mixed_precision"], key.partition("/")
     metric = METRICS.get(name.removeprefix("raw_"))
@@ -265,24 +283,24 @@ def _compare_evaluation(
         if metric is METRICS.get(replay.facts.get("best_by", "")):
             images = replay.facts[f"{split}_images"]
             most_images = changed_images(images, precision)
-            most = changed_mean(name.removeprefix("raw_"), class_sizes(replay, split), most_images)
-            if difference > most:
-                yield f"{subject}: a repeated evaluation changes {most:.4f} at most"
+            max_change = changed_mean(name.removeprefix("raw_"), class_sizes(replay, split), most_images)
+            if difference > max_change:
+                yield f"{subject}. A repeated evaluation changes the metric by at most {max_change:.4f}"
     elif metric.is_share:
         images = replay.facts[f"{split}_images"]
-        count, most = round(difference * images), changed_images(images, precision)
-        if count > most:
-            differ = f"{plural(count, 'image')} of {images:,} more or fewer"
-            yield f"{subject}: {differ}, and a repeated evaluation changes {most:,} at most"
+        changed, max_change = round(difference * images), changed_images(images, precision)
+        if changed > max_change:
+            differ = f"The difference is {plural(changed, 'image')} of {images:,}"
+            yield f"{subject}. {differ}, but a repeated evaluation changes at most {max_change:,}"
     elif difference > CHANGED_LOSS[precision] * value:
-        yield f"{subject}: a repeated evaluation changes {CHANGED_LOSS[precision]:.1%} at most"
+        yield f"{subject}. A repeated evaluation changes the loss by at most {CHANGED_LOSS[precision]:.1%}"
 
 
-def _numbers(record: RunRecord, outcome: Outcome, run: RunRecord) -> Numbers:
-    """Return the logged values of an interval.
+def _logged_values(record: RunRecord, outcome: Outcome, run: RunRecord) -> Numbers:
+    """Return the values logged in an interval.
 
-    The values include the loss since the last line of the log, which the checkpoints' state.json stores.
-    Values on the test split belong to the step of the best weights, because these weights were tested.
+    The values include the loss since the last log line, which state.json in each checkpoint stores. Values on
+    the test split belong to the step of the best weights, because the best weights were tested.
     """
     interval, last = outcome.interval, run.facts["steps"]
     has_test = interval.is_evaluation and interval.start == run.facts.get("best_step", last)
@@ -299,50 +317,59 @@ def _numbers(record: RunRecord, outcome: Outcome, run: RunRecord) -> Numbers:
             elif interval.start < step <= interval.end:
                 numbers[step, key].append(line[key])
     for step in interval.checkpoints:
-        state = read_json(_folder(record, step) / STATE_FILE)
+        state = read_json(_checkpoint_folder(record, step) / STATE_FILE)
         mean = sum(state["losses"]) / (len(state["losses"]) * state["accumulations"])
         numbers[step, f"{STATE_FILE}/loss"].append(mean)
         numbers[step, f"{STATE_FILE}/logged_step"].append(state["logged_step"])
     return numbers
 
 
-def _folder(record: RunRecord, step: int) -> Path:
+def _checkpoint_folder(record: RunRecord, step: int) -> Path:
     return record.folder / "checkpoints" / step_name(step)
 
 
-def _manifest(record: RunRecord, step: int) -> dict[str, Any]:
-    folder = _folder(record, step)
+def _read_manifest(record: RunRecord, step: int) -> dict[str, Any]:
+    folder = _checkpoint_folder(record, step)
     return checkpoints.check_manifest((folder / checkpoints.MANIFEST_FILE).read_bytes(), folder)
 
 
 def _compare_checkpoint(run: RunRecord, replay: RunRecord, step: int, outcome: Outcome) -> Iterator[str]:
-    """Compare all tensors of a checkpoint."""
+    """Compare all tensors in a checkpoint of the run with the replay's checkpoint."""
     records, name = (run, replay), step_name(step)
-    old, new = (_manifest(record, step) for record in records)
-    scalars = [read_json(_folder(record, step) / STATE_FILE).get("optimizer") for record in records]
-    classes = [manifest.get("classes", []) for manifest in (old, new)]
+    run_manifest, replay_manifest = (_read_manifest(record, step) for record in records)
+    optimizer_states = [
+        read_json(_checkpoint_folder(record, step) / STATE_FILE).get("optimizer") for record in records
+    ]
+    classes = [manifest.get("classes", []) for manifest in (run_manifest, replay_manifest)]
     if not (match := match_classes(*classes)).is_identity:
-        order = ", the same classes in another order" if match.is_permutation else ""
-        yield f"classes in {name}: {some_of(classes[0])}, in the replay {some_of(classes[1])}{order}"
-        return  # the rows of the two heads do not correspond
-    pairs = {"optimizer": (old.get("optimizer"), new.get("optimizer"))}
-    for key, (claim, value) in {**pairs, "the optimizer's part of state.json": scalars}.items():
+        order = " (the same classes in a different order)" if match.is_permutation else ""
+        trained, replayed = map(some_of, classes)
+        yield f"the classes in {name} are {trained}, but {replayed} in the replay{order}"
+        return  # the rows of the two heads belong to different classes
+    optimizer_names = {"optimizer": (run_manifest.get("optimizer"), replay_manifest.get("optimizer"))}
+    pairs = {**optimizer_names, "the optimizer state in state.json": optimizer_states}
+    for key, (claim, value) in pairs.items():
         if claim != value:
-            yield f"{key} in {name}: {claim}, in the replay {value}"
-    if old["files"].keys() != new["files"].keys():
-        yield f"{name} has the files {', '.join(old['files'])}, in the replay {', '.join(new['files'])}"
+            yield f"{key} in {name} is {claim}, but {value} in the replay"
+    if run_manifest["files"].keys() != replay_manifest["files"].keys():
+        run_files, replay_files = (
+            ", ".join(manifest["files"]) for manifest in (run_manifest, replay_manifest)
+        )
+        yield f"{name} contains {run_files}, but {replay_files} in the replay"
         return
-    for file in (file for file in new["files"] if file.endswith(".safetensors")):
-        old_file, new_file = (checkpoints.TensorFile(_folder(record, step) / file) for record in records)
-        if old_file.specs() != new_file.specs():
-            yield f"the tensors in {name}/{file} differ from the replay's in name, shape or dtype"
+    for file in (file for file in replay_manifest["files"] if file.endswith(".safetensors")):
+        run_file, replay_file = (
+            checkpoints.TensorFile(_checkpoint_folder(record, step) / file) for record in records
+        )
+        if run_file.specs() != replay_file.specs():
+            yield f"the tensors in {name}/{file} differ from the replay's tensors in name, shape or dtype"
             continue
-        for tensor in new_file.shapes():
-            before, after = (tensors.tensor(tensor).double() for tensors in (old_file, new_file))
-            if not before.isfinite().all():
+        for tensor in replay_file.shapes():
+            run_tensor, replay_tensor = (opened.tensor(tensor).double() for opened in (run_file, replay_file))
+            if not run_tensor.isfinite().all():
                 yield f"{tensor} in {name}/{file} is not finite"
-            elif before.numel():
-                difference = (after - before).abs().max().item()
+            elif run_tensor.numel():
+                difference = (replay_tensor - run_tensor).abs().max().item()
                 outcome.add("optimizer's state" if file == OPTIMIZER_FILE else "weights", difference)
                 if outcome.is_exact and difference:
                     yield f"{tensor} in {name}/{file} differs by {difference:.1e}"

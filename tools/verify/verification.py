@@ -1,4 +1,4 @@
-"""Choose intervals of a finished run, replay their steps and record the outcome."""
+"""Choose intervals of a finished run, replay the steps in these intervals, and record the outcome."""
 
 import argparse
 import json
@@ -39,20 +39,20 @@ from tools.logbook.run_record import (
 from tools.verify import replay
 from tools.verify.replay import Interval, Outcome
 
-SHOWN = 15  # number of last output lines to print when a replay fails
+SHOWN = 15  # number of lines to print from the end of a failed replay's output
 NOT_VERIFIED = (
-    "devices, hosts, strategy, model FLOPs, times, speeds and memory",
+    "devices, hosts, strategy, model FLOPs, times, throughput and memory",
     "commit, versions and command",
-    "pictures, confusion matrices and reports of validate.py",
+    "plots, confusion matrices and reports of validate.py",
 )
 
 
 @dataclass(frozen=True)
 class StepRange:
-    """Range of steps from first + 1 to last, all trained with the same settings.
+    """Range of steps from first + 1 to last, which were trained with the same settings.
 
     Attributes:
-        record: the run as if all its starts had used these settings.
+        record: Copy of the run in which all starts have these settings.
     """
 
     first: int
@@ -61,107 +61,111 @@ class StepRange:
 
     @property
     def repeats_evaluation(self) -> bool:
-        """True if the start that trained these steps evaluated its first step again."""
+        """True if the start that trained these steps repeated the evaluation at its first step."""
         return measures_anew(self.record.about)
 
 
 class Verification:
-    """Run and the intervals to replay according to the flags. ValueError if no replay is possible."""
+    """Verification of a run, with the intervals to replay according to the flags.
+
+    Raises:
+        ValueError: If no replay is possible.
+    """
 
     def __init__(self, flags: argparse.Namespace):
         self.flags, self.folder, self.files = flags, flags.run, stamped_files(flags.run)
         self.record = record = RunRecord(flags.run)
         status, about = record.facts["status"], record.about
         if status != "finished":
-            raise ValueError(f"{flags.run} is not finished ({status}). Run its command again to finish it.")
+            raise ValueError(
+                f"{flags.run} is not finished ({status}). Repeat the training command to finish the run."
+            )
         self.script = flags.script or own_script(about.get("script"))
         self.recipe_type = recipe_class(load_script(self.script))
         self.recipe, self.per_epoch = record.recipe, replay.recorded_steps_per_epoch(record)
         if not self.recipe:
-            raise ValueError(f"{flags.run} has no recipe: {some_of(record.problems)}")
+            raise ValueError(f"{flags.run} contains no recipe: {some_of(record.problems)}")
         self.last = record.facts["steps"]
         self.best = record.facts.get("best_step", self.last)
-        self.headline = sorted({self.last, self.best})  # steps whose evaluations the page shows first
+        self.headline = sorted({self.last, self.best})  # steps whose evaluations the page shows as headlines
         self.checkpoints = flags.run / "checkpoints"
         self.kept = sorted(steps_in(self.checkpoints))
-        began = self._beginning(about.get("resumed_from"))
+        began = self._initial_checkpoint(about.get("resumed_from"))
         self.starts = began | {step: self.checkpoints / step_name(step) for step in self.kept}
         self.began = min(began, default=0)
         config = read_yaml("--config_file", flags.config_file) if flags.config_file else {}
         self.device = "cuda" if torch.cuda.is_available() and not config.get("use_cpu") else "cpu"
-        self.parts = self._parts()
+        self.parts = self._split_into_parts()
         for part in self.parts:
             self._check_device(part.record)
-        self.intervals = self._choose(self._all_intervals()) + self._evaluations()
+        self.intervals = self._sample_intervals(self._all_intervals()) + self._evaluation_intervals()
 
-    def _parts(self) -> list["StepRange"]:
+    def _split_into_parts(self) -> list["StepRange"]:
         """Split the run into ranges of steps trained with the same settings."""
         parts: list[StepRange] = []
         for start in self.record.kept:
             record = self.record.as_of(start)
             if not parts:
                 parts = [StepRange(0, self.last, record)]
-            elif self._trained_by(record) != self._trained_by(parts[-1].record):
+            elif self._training_settings(record) != self._training_settings(parts[-1].record):
                 parts[-1:] = [replace(parts[-1], last=start.first), StepRange(start.first, self.last, record)]
         return parts or [StepRange(0, self.last, self.record)]
 
     def _repeated_flags(self) -> list[str]:
-        """Return the names of the flags whose values a replay takes from the run."""
+        """Return the names of the flags whose values a replay copies from the run."""
         return [*flags_where(self.recipe_type, "part_of_recipe"), *flags_where(self.recipe_type, "replayed")]
 
-    def _trained_by(self, record: RunRecord) -> list[Any]:
-        """Return the settings that a replay takes from the run, or that bitwise equality depends on."""
+    def _training_settings(self, record: RunRecord) -> list[Any]:
+        """Return the settings that a replay copies from the run or that bitwise equality depends on."""
         names = self._repeated_flags()
         facts = (record.facts.get(name) for name in ("per_device_batch_size", "device", "step_graph"))
         about = (record.about.get(name) for name in ("source", *replay.SAME_BITS))
         return [*(record.recipe.get(name) for name in names), *facts, *about]
 
-    def _part(self, step: int) -> "StepRange":
-        """Return the part that includes this step."""
+    def _part_at(self, step: int) -> "StepRange":
+        """Return the part of the run that contains a step."""
         return next((part for part in self.parts if step <= part.last), self.parts[-1])
 
-    def _part_of(self, interval: Interval) -> "StepRange":
-        """Return the part whose recipe the interval's replay uses.
+    def _part_for(self, interval: Interval) -> "StepRange":
+        """Return the part whose recipe the replay of an interval uses.
 
         An evaluation belongs to the part that trained its step, unless the next start repeated the
         evaluation on different images.
         """
         if not interval.is_evaluation:
-            return self._part(interval.start + 1)
-        later = self._part(interval.start + 1)
-        return (
-            later
-            if later.repeats_evaluation and later.first == interval.start
-            else self._part(interval.start)
-        )
+            return self._part_at(interval.start + 1)
+        later = self._part_at(interval.start + 1)
+        if later.repeats_evaluation and later.first == interval.start:
+            return later
+        return self._part_at(interval.start)
 
     def recipe_changes(self) -> Iterator[str]:
-        """Yield changes between the recipes of parts, for example `step 100: lr was 0.003, now 0.001`."""
-        for before, part in pairwise(self.parts):
+        """Yield recipe changes between parts, for example `step 100: lr was 0.003, now 0.001`."""
+        for previous, part in pairwise(self.parts):
             names = flags_where(self.recipe_type, "part_of_recipe")
-            old, new = before.record.recipe, part.record.recipe
+            old, new = previous.record.recipe, part.record.recipe
             changed = [
-                f"{n} was {as_flag(old.get(n))}, now {as_flag(new.get(n))}"
-                for n in names
-                if old.get(n) != new.get(n)
+                f"{name} was {as_flag(old.get(name))}, now {as_flag(new.get(name))}"
+                for name in names
+                if old.get(name) != new.get(name)
             ]
-            if (source := before.record.about.get("source")) != (now := part.record.about.get("source")):
+            if (source := previous.record.about.get("source")) != (now := part.record.about.get("source")):
                 changed.append(f"the content of the data was {source}, now {now}")
             if changed:
                 yield f"step {part.first:,}: {'; '.join(changed)}"
 
-    def _beginning(self, resumed_from: str | None) -> dict[int, Path | None]:
-        """Map the run's first step to the checkpoint that it resumed, or to None for fresh weights.
+    def _initial_checkpoint(self, resumed_from: str | None) -> dict[int, Path | None]:
+        """Map the run's first step to the checkpoint that the run resumed, or to None for fresh weights.
 
-        The result is empty if the checkpoint no longer exists.
+        The mapping is empty if the checkpoint no longer exists.
         """
         if resumed_from is None:
             return {0: None}
-        path, first = Path(resumed_from).resolve(), self.record.metrics[0]["step"]
-        if (step := step_of(path.name)) is not None:
-            return {step: path} if path.is_dir() else {}
-        for parent in (path / "checkpoints", path):
-            if steps := [step for step in steps_in(parent) if step <= first]:
+        source, first_step = Path(resumed_from).resolve(), self.record.metrics[0]["step"]
+        if (step := step_of(source.name)) is not None:
+            return {step: source} if source.is_dir() else {}
+        for parent in (source / "checkpoints", source):
+            if steps := [step for step in steps_in(parent) if step <= first_step]:
                 return {steps[0]: parent / step_name(steps[0])}
         return {}
 
@@ -171,44 +175,47 @@ class Verification:
         drawn = [name for name in flags_where(self.recipe_type, "drawn_on_device") if record.recipe.get(name)]
         if drawn and run_device != self.device:
             raise ValueError(
-                f"--{drawn[0]} used random numbers of {printable(devices[0])}, which this device does not"
+                f"--{drawn[0]} used random numbers from {printable(devices[0])}, which this device does not"
                 " produce. Verify the run on a device of the same type."
             )
 
     def _all_intervals(self) -> list[Interval]:
         """Return all intervals that start at the beginning or at a kept checkpoint, without overlaps.
 
-        Each interval ends at a line of the log.
+        Each interval ends at the step of a log line.
         """
         intervals: list[Interval] = []
         for start in sorted(self.starts):
             if start >= self.last or (intervals and start < intervals[-1].end):
                 continue
-            part = self._part(start + 1)
-            every, per_epoch = (
-                part.record.recipe.get("log_every", 50),
-                replay.recorded_steps_per_epoch(part.record),
-            )
-            logged = [n for n in range(start + 1, part.last + 1) if not n % every or not n % per_epoch]
-            logged += [self.last] if part.last == self.last else []
-            if not logged:  # the recipe changed before the next line of the log
+            part = self._part_at(start + 1)
+            log_every = part.record.recipe.get("log_every", 50)
+            per_epoch = replay.recorded_steps_per_epoch(part.record)
+            steps = range(start + 1, part.last + 1)
+            logged_steps = [step for step in steps if not step % log_every or not step % per_epoch]
+            logged_steps += [self.last] if part.last == self.last else []
+            if not logged_steps:  # the recipe changed before the next log line
                 continue
-            end = next((n for n in logged if n >= start + self.flags.steps), logged[-1])
+            end = next((step for step in logged_steps if step >= start + self.flags.steps), logged_steps[-1])
             intervals.append(Interval(start, end, tuple(step for step in self.kept if start < step <= end)))
         return intervals
 
-    def _choose(self, intervals: list[Interval]) -> list[Interval]:
+    def _sample_intervals(self, intervals: list[Interval]) -> list[Interval]:
         if self.flags.sample is None or self.flags.sample >= len(intervals):
             return intervals
         seed = random.randrange(2**32) if self.flags.seed is None else self.flags.seed
-        print(f"--sample {self.flags.sample} of {len(intervals)} intervals, with --seed {seed}", flush=True)
+        print(
+            f"Replaying {self.flags.sample} of {len(intervals)} intervals, chosen with --seed {seed}",
+            flush=True,
+        )
         return sorted(random.Random(seed).sample(intervals, self.flags.sample), key=lambda i: i.start)
 
-    def _evaluations(self) -> list[Interval]:
+    def _evaluation_intervals(self) -> list[Interval]:
         """Return the evaluations to repeat, as intervals.
 
-        These are the evaluations of the best checkpoint (also on the test split), of the last checkpoint, and
-        of kept checkpoints inside an epoch, because a replay only evaluates at the end of the epoch.
+        The best checkpoint (also on the test split) and the last checkpoint are evaluated again. Kept
+        checkpoints within an epoch are also evaluated, because a replay evaluates only at the end of an
+        epoch.
         """
         inside = {line["step"] for line in self.record.evaluations if line["step"] % self.per_epoch}
         steps = {*self.headline, *(inside & {*self.kept})}
@@ -217,7 +224,7 @@ class Verification:
     # --- One interval
 
     def replay(self, interval: Interval) -> Outcome:
-        """Train the steps of an interval again and compare the result with the run."""
+        """Train an interval's steps again and compare the result with the run."""
         outcome = Outcome(interval)
         steps = {step for step in (interval.start, *interval.checkpoints) if step in self.kept}
         outcome.findings = [finding for step in sorted(steps) for finding in self._check_checkpoint(step)]
@@ -225,41 +232,45 @@ class Verification:
             return outcome
         try:
             with tempfile.TemporaryDirectory(prefix="verify-", ignore_cleanup_errors=True) as scratch:
-                self._replay(outcome, Path(scratch))
-        except Exception as error:  # the script or a library may raise any error for a damaged file
+                self._compare_with_training(outcome, Path(scratch))
+        except Exception as error:  # the script or a library may raise any error for damaged files
             outcome.findings.append(f"the replay failed: {printable(error)}")
         return outcome
 
     def _check_checkpoint(self, step: int) -> Iterator[str]:
-        """Yield a finding if the checkpoint is damaged or belongs to another recipe."""
+        """Yield a finding if a checkpoint is damaged or was trained with a different recipe."""
         try:
             manifest = verify(self.checkpoints / step_name(step)).manifest
         except ValueError as error:
             yield f"the checkpoint of step {step:,}: {error}"
             return
-        trained, recipe = without_left(manifest.get("recipe", {})), self._part(step).record.recipe
-        changed = [name for name in trained if trained[name] != recipe.get(name)]
+        trained_recipe, recipe = without_left(manifest.get("recipe", {})), self._part_at(step).record.recipe
+        changed = [name for name in trained_recipe if trained_recipe[name] != recipe.get(name)]
         if changed:
-            values = ", ".join(f"{name} {trained[name]}, not {recipe.get(name)}" for name in changed)
+            values = ", ".join(f"{name} {trained_recipe[name]}, not {recipe.get(name)}" for name in changed)
             yield f"the checkpoint of step {step:,} was trained with {values}"
 
-    def _replay(self, outcome: Outcome, scratch: Path) -> None:
-        run = self._part_of(outcome.interval).record
-        repeated = RunRecord(self._train(outcome.interval, run, scratch / "replay"))
+    def _compare_with_training(self, outcome: Outcome, scratch: Path) -> None:
+        run = self._part_for(outcome.interval).record
+        repeated = RunRecord(self._run_training(outcome.interval, run, scratch / "replay"))
         outcome.is_replayed = True
         outcome.why_not = replay.why_not_exact(run, repeated)
         outcome.is_exact = not outcome.why_not
         outcome.findings += replay.compare_facts(run, repeated, is_moved=bool(self.flags.data))
         outcome.findings += replay.compare_with_replay(run, repeated, outcome)
 
-    def _train(self, interval: Interval, run: RunRecord, folder: Path) -> Path:
-        """Run the train script and return its run folder. Raise ValueError with the reason if it fails."""
-        every = math.gcd(*interval.checkpoints) or 10**9
+    def _run_training(self, interval: Interval, run: RunRecord, folder: Path) -> Path:
+        """Run the train script and return the new run folder.
+
+        If the script fails, raise ValueError with a reason.
+        """
+        checkpoint_every = math.gcd(*interval.checkpoints) or 10**9
         launcher = ["-m", "accelerate.commands.launch", "--config_file", self.flags.config_file]
         words = [sys.executable, *(launcher if self.flags.config_file else ()), self.script]
-        words += ["--config", self._config(run, folder)]
+        words += ["--config", self._write_config(run, folder)]
         words += ["--output_dir", folder, "--max_steps", interval.end, "--trackers", "none"]
-        words += ["--telemetry_s", "0", "--checkpoint_every", every, "--keep_every", every]
+        words += ["--checkpoint_every", checkpoint_every, "--keep_every", checkpoint_every]
+        words += ["--telemetry_s", "0"]
         words += ["--mixed_precision", run.about.get("mixed_precision", "no")]
         if start := self.starts[interval.start]:
             words += ["--resume", start]
@@ -274,16 +285,17 @@ class Verification:
             raise ValueError(next((line for line in reversed(lines) if "error" in line), lines[-1]))
         return folder
 
-    def _config(self, run: RunRecord, folder: Path) -> Path:
-        """Write a --config file with the run's recipe and all settings that affect the results."""
+    def _write_config(self, run: RunRecord, folder: Path) -> Path:
+        """Write a --config file with the run's recipe and all other settings that affect the results."""
         names = self._repeated_flags()
         values = {name: run.recipe[name] for name in names if run.recipe.get(name) is not None}
-        size = self.flags.per_device_batch_size or run.facts.get("per_device_batch_size")
-        flags = [name for name in FLAGS if name in names]  # earlier versions did not record the preprocessing
-        prepared = run.about.get("preprocessing", {"interpolation": LEGACY})
-        values |= {name: prepared[name] for name in flags if name in prepared}
-        changed = [*run.recipe.get("allow_changed", []), "data", *flags]
-        values |= {"per_device_batch_size": size, "allow_changed": changed}
+        micro_batch = self.flags.per_device_batch_size or run.facts.get("per_device_batch_size")
+        preprocessing_flags = [name for name in FLAGS if name in names]
+        # Earlier versions did not record the preprocessing.
+        preprocessing = run.about.get("preprocessing", {"interpolation": LEGACY})
+        values |= {name: preprocessing[name] for name in preprocessing_flags if name in preprocessing}
+        changed = [*run.recipe.get("allow_changed", []), "data", *preprocessing_flags]
+        values |= {"per_device_batch_size": micro_batch, "allow_changed": changed}
         values |= {"data": self.flags.data} if self.flags.data else {}
         file = folder.with_suffix(".json")
         file.write_text(json.dumps(values))
@@ -292,16 +304,16 @@ class Verification:
     # --- Output
 
     def describe(self, outcome: Outcome) -> str:
-        """Describe the outcome of an interval, with one line per finding."""
+        """Describe an interval's outcome, with one line per finding."""
         interval, lines = f"{outcome.interval} of {self.last:,}", outcome.findings
         if outcome.is_exact and not lines:
-            return f"{interval}: equal bit for bit; log, data, recipe and weights match the page"
+            return f"{interval}: bitwise identical. The log, data, recipe and weights match the page"
         differences = ", ".join(f"{name} {value:.1e}" for name, value in outcome.differences.items())
         lines = [*lines, *([f"largest differences: {differences}"] if differences else [])]
         return "\n".join(f"{interval}: {line}" for line in lines)
 
     def conclude(self, contradictions: list[str], outcomes: list[Outcome]) -> int:
-        """Print the coverage, append the outcome to verified.json and return the exit status."""
+        """Print the coverage, append the outcome to verified.json, and return the exit status."""
         replayed = [outcome for outcome in outcomes if outcome.is_replayed]
         covered = sum(outcome.interval.end - outcome.interval.start for outcome in replayed)
         compared = {step for outcome in replayed for step in outcome.interval.checkpoints}
@@ -313,7 +325,7 @@ class Verification:
         findings += [f"{outcome.interval}: {finding}" for outcome in outcomes for finding in outcome.findings]
         of_steps = max(1, self.last - self.began)
         steps = f"{covered:,} of {of_steps:,} steps ({covered / of_steps:.1%})"
-        differ = plural(len(findings), "difference") if findings else f"no difference; {MEANING[kind]}"
+        differ = plural(len(findings), "difference") if findings else f"no difference. {MEANING[kind]}"
         print(f"{steps} and {len(compared)} of {len(self.kept)} checkpoints replayed, {kind}: {differ}")
         left_out = [f"{of_steps - covered:,} steps", *NOT_VERIFIED, *self._not_replayed(replayed, compared)]
         print(f"not verified: {'; '.join(left_out)}")
@@ -335,61 +347,66 @@ class Verification:
             "of_steps": of_steps,
             "intervals": [str(outcome.interval) for outcome in replayed],
             "checkpoints": [step_name(step) for step in sorted(compared)],
-            "differences": {n: max(differences.get(n, 0.0) for differences in trained) for n in names},
+            "differences": {
+                name: max(differences.get(name, 0.0) for differences in trained) for name in names
+            },
             "findings": findings,
             "not_verified": left_out,
             "files": self.files,
         }
         file = self.folder / VERIFIED
         write_json(file, {"stamps": [*self.record.stamps, stamp]})
-        print(f"Wrote {shortest(file)}. Update the run's page: python logbook.py add {shortest(self.folder)}")
+        print(
+            f"Wrote {shortest(file)}. To update the run's page, run:"
+            f" python logbook.py add {shortest(self.folder)}"
+        )
         return 1 if findings else 0
 
     def _not_evaluated(self, replayed: list[Outcome]) -> Iterator[str]:
-        """Yield the headline evaluations that no replay repeated, for example if a checkpoint is missing."""
+        """Yield headline evaluations that no replay repeated, for example because a checkpoint is missing."""
         evaluated = {outcome.interval.start for outcome in replayed if outcome.interval.is_evaluation}
         for step in sorted({*self.headline} - evaluated):
             yield f"the evaluation at step {step:,}, which the headline reports, could not be repeated"
 
     def _not_repeated(self, replayed: list[Outcome]) -> set[int]:
-        """Return the steps of replayed intervals whose logged evaluation no replay repeated."""
+        """Return steps in replayed intervals whose logged evaluation no replay repeated."""
         missing = {step for outcome in replayed for step in outcome.not_repeated}
         return missing - {step for outcome in replayed for step in outcome.evaluated}
 
     def _unexplained(self, replayed: list[Outcome]) -> Iterator[str]:
-        """Yield logged evaluations at steps where no epoch and no start (--max_steps) ended."""
+        """Yield logged evaluations at steps at which neither an epoch nor a start (--max_steps) ended."""
         kept = self.record.kept
         if kept and all(start.is_recorded for start in kept):
             ends = {start.about.get("recipe", {}).get("max_steps") for start in self.record.starts}
             for step in sorted(self._not_repeated(replayed) - ends):
-                yield f"the log has an evaluation at step {step:,}, where neither an epoch nor a start ended"
+                reason = "but neither an epoch nor a start ended at this step"
+                yield f"the log contains an evaluation at step {step:,}, {reason}"
 
     def _precisions(self) -> Iterator[str]:
         return (part.record.about.get("mixed_precision", "no") for part in self.parts)
 
     def _not_replayed(self, replayed: list[Outcome], compared: set[int]) -> list[str]:
-        """List the parts of the run that could have been replayed but were not."""
+        """Return the parts of the run that a replay could have verified but did not verify."""
         lines = []
         if steps := sorted(self._not_repeated(replayed)):
-            lines.append(f"evaluations inside an epoch without a checkpoint, at steps {some_of(steps)}")
+            lines.append(f"evaluations within an epoch, at steps without a checkpoint ({some_of(steps)})")
         if reasons := dict.fromkeys(reason for outcome in replayed for reason in outcome.why_not):
-            lines.append(
-                f"equal bits ({some_of(list(reasons))}), so neither that these steps gave the weights"
-            )
+            lines.append(f"bitwise equality ({some_of(list(reasons))})")
+
             by_class = [m.title for n, m in METRICS.items() if m.by_class and n != self.recipe.get("best_by")]
-            lines[-1] += f", nor the precision, nor {' and '.join(by_class)}"
+            lines += ["whether these steps produced the weights", "precision", *by_class]
         if rest := sorted({*self.kept} - compared):
-            lines.append(f"weights of the checkpoints of steps {some_of(rest)}")
+            lines.append(f"weights in the checkpoints at steps {some_of(rest)}")
         if checkpoint := self.record.about.get("resumed_from"):
             lines.append(f"the training before {checkpoint}, which the run resumed")
         unknown = self.recipe.keys() - {field.name for field in fields(self.recipe_type)}
         if unknown:
-            lines.append(f"flags that {self.script.name} does not have: {some_of(sorted(unknown))}")
+            lines.append(f"flags that {self.script.name} does not define: {some_of(sorted(unknown))}")
         return lines
 
 
 def run_replay(words: list[str], env: dict[str, str]) -> tuple[int, str]:
-    """Run a replay with additional environment variables. Return the exit status and the output."""
+    """Run a replay with additional environment variables. Return the exit status and the replay's output."""
     process = subprocess.run(
         words,
         env=os.environ | env,
