@@ -142,8 +142,10 @@ def test_a_hub_out_of_reach_is_one_line(offline, reason, monkeypatch, capfd, cap
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     began = time.monotonic()
     model, file = "vit_tiny_patch16_224.augreg_in21k", "model.safetensors"
-    reason += r"\)\. On a machine with access, run `hf download timm/"
-    reason += rf"{model} {file} --local-dir \.`\. Then copy the file here and use --weights {file}\.$"
+    reason += r"\)\. On a machine with internet access, run `hf download timm/"
+    reason += (
+        rf"{model} {file} --local-dir \.`\. Then copy the file to this machine and use --weights {file}\.$"
+    )
     with pytest.raises(ValueError, match=rf"the hub can't be reached \(.*{reason}"):
         build_model(Vit(model=model, pretrained=True), 10)
     assert time.monotonic() - began < 5

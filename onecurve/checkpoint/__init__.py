@@ -1,4 +1,4 @@
-"""Checkpoint format, background saves, S3 mirror, and weights of trained models.
+"""Checkpoint format, background saves, S3 mirror, and loading of trained weights.
 
-Start with format.py. training.py copies tensors from a training run into a snapshot and back.
+Start reading with format.py. training.py copies tensors from a training run into a snapshot and back.
 """

@@ -1,4 +1,4 @@
-"""Defines the checkpoint format: atomic writes, verification, and the same files for every strategy.
+"""Defines, writes and verifies the checkpoint format, which is the same for every strategy.
 
     checkpoints/index.json                   {"latest": "step_00000390", "best": "step_00000260"}
     checkpoints/step_00000390/
@@ -8,8 +8,9 @@
         state.json                           step, best evaluation, log state
         manifest.json                        size and SHA-256 of each file, recipe, classes, writer
 
-The manifest is written last. No file contains code. The data order and random numbers are computed from the
-seed, epoch and step, so checkpoints do not store them.
+A checkpoint is written atomically, and its manifest is written last. Checkpoint files contain no executable
+code. A checkpoint stores neither the data order nor the state of a random generator, because a run computes
+the data order and random numbers from the seed, epoch and step.
 """
 
 import contextlib
@@ -41,16 +42,16 @@ from onecurve.system.output import log
 from onecurve.system.paths import shortest
 from onecurve.system.threads import Heartbeat
 
-FORMAT_VERSION = 1  # docs/checkpoints.md explains when it increases and which versions are readable
+FORMAT_VERSION = 1  # docs/checkpoints.md lists the readable versions and the reasons for a new version
 MODEL_FILE, OPTIMIZER_FILE, EMA_FILE = "model.safetensors", "optimizer.safetensors", "ema.safetensors"
 STATE_FILE, MANIFEST_FILE, INDEX_FILE = "state.json", "manifest.json", "index.json"
-JSON_LIMIT_BYTES = 16 * 2**20  # largest accepted manifest; 22,000 class names take 1.2 MB
+JSON_LIMIT_BYTES = 16 * 2**20  # maximum size of a manifest; 22,000 class names occupy 1.2 MB
 
 
 class OptimizerScalars(TypedDict):
-    """The optimizer section of state.json."""
+    """Content of the optimizer section in state.json."""
 
-    scalars: dict[str, dict[str, Any]]  # parameter -> name -> value
+    scalars: dict[str, dict[str, Any]]  # parameter name -> state name -> value
     groups: list[dict[str, Any]]  # settings that the optimizer changed in each parameter group
 
 
@@ -60,7 +61,7 @@ class DamagedCheckpoint(ValueError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint and its manifest."""
+    """Folder and manifest of a verified checkpoint."""
 
     folder: Path
     manifest: dict[str, Any]
@@ -84,18 +85,18 @@ def encode_value(value: Any) -> Any:
     return {"dtype": DTYPE_NAMES[value.dtype], "value": value.tolist()}
 
 
-def decode_value(value: Any) -> Any:
+def decode_value(encoded: Any) -> Any:
     """Convert the output of encode_value() back to a scalar or a CPU tensor.
 
     Raises:
-        ValueError: If encode_value() can't have produced the value.
+        ValueError: If the value is not a valid output of encode_value().
     """
-    if not isinstance(value, dict):
-        return value
+    if not isinstance(encoded, dict):
+        return encoded
     try:
-        return torch.tensor(value["value"], dtype=DTYPES[value["dtype"]])
+        return torch.tensor(encoded["value"], dtype=DTYPES[encoded["dtype"]])
     except (KeyError, TypeError, RuntimeError):
-        raise ValueError(f"{value} in state.json is not a tensor") from None
+        raise ValueError(f"the entry {encoded} in state.json can't be converted to a tensor") from None
 
 
 def step_name(step: int) -> str:
@@ -108,11 +109,11 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def steps_in(parent: Path) -> list[int]:
-    """Return the steps of all checkpoints in the folder, including damaged ones, newest first."""
-    if not parent.is_dir():
+def steps_in(folder: Path) -> list[int]:
+    """Return the steps of all checkpoints in the folder, including damaged checkpoints, newest first."""
+    if not folder.is_dir():
         return []
-    steps = (step_of(path.name) for path in parent.iterdir())
+    steps = (step_of(path.name) for path in folder.iterdir())
     return sorted((step for step in steps if step is not None), reverse=True)
 
 
@@ -122,7 +123,7 @@ def steps_in(parent: Path) -> list[int]:
 def commit(
     parent: Path, step: int, snapshots: dict[str, Snapshot], state: dict[str, Any], entries: dict[str, Any]
 ) -> Path:
-    """Write the checkpoint parent/step_N atomically and sync it to disk.
+    """Atomically write the checkpoint folder parent/step_N and sync the folder to disk.
 
     Args:
         entries: Additional entries for the manifest.
@@ -150,51 +151,57 @@ def commit(
 
 
 def write_step_index(parent: Path, latest: int, best: int | None) -> None:
-    """Write index.json, which users, `--weights` and validate.py read. A resumed run does not read it."""
-    names = {"latest": step_name(latest)} | ({"best": step_name(best)} if best is not None else {})
-    write_json(parent / INDEX_FILE, names)
+    """Write index.json for users, `--weights` and validate.py. A resumed run does not read index.json."""
+    index = {"latest": step_name(latest)} | ({"best": step_name(best)} if best is not None else {})
+    write_json(parent / INDEX_FILE, index)
 
 
-def parse_step_index(content: bytes, where: Path | str) -> dict[str, int]:
-    """Return the steps that index.json names: {"latest": 390, "best": 260}.
+def parse_step_index(content: bytes, location: Path | str) -> dict[str, int]:
+    """Return the steps listed in index.json, for example {"latest": 390, "best": 260}.
 
     Raises:
         ValueError: If the content is not a checkpoint index.
     """
     try:
-        steps = {label: step_of(name) for label, name in parse_json(content, where).items()}
+        steps = {label: step_of(name) for label, name in parse_json(content, location).items()}
         return {label: step for label, step in steps.items() if step is not None}
     except (ValueError, TypeError):
-        raise ValueError(f"{where} is not an index of checkpoints") from None
+        raise ValueError(f"{location} is not a valid checkpoint index") from None
 
 
 def best_in(parent: Path) -> Path | None:
     """Return the folder of the best checkpoint in index.json, or None if that folder does not exist."""
-    index = parent / INDEX_FILE
-    best = parse_step_index(index.read_bytes(), shortest(index)).get("best") if index.is_file() else None
-    folder = None if best is None else parent / step_name(best)
-    return folder if folder and folder.is_dir() else None
+    index_file = parent / INDEX_FILE
+    if not index_file.is_file():
+        return None
+    best = parse_step_index(index_file.read_bytes(), shortest(index_file)).get("best")
+    if best is None or not (parent / step_name(best)).is_dir():
+        return None
+    return parent / step_name(best)
 
 
-def to_keep(steps: Iterable[int], best: int | None, every: int | None) -> set[int]:
-    """Return the steps whose checkpoints are kept: the last two, the best, and multiples of --keep_every."""
+def to_keep(steps: Iterable[int], best: int | None, keep_every: int | None) -> set[int]:
+    """Return the steps of the checkpoints to keep: the last two, the best, and multiples of --keep_every."""
     steps = sorted(steps)
-    return {s for s in steps if s in steps[-2:] or s == best or (every and s % every == 0)}
+    kept_steps = {*steps[-2:]} | {step for step in steps if step == best}
+    if keep_every:
+        kept_steps |= {step for step in steps if step % keep_every == 0}
+    return kept_steps
 
 
 def remove(folder: Path) -> None:
     """Remove a checkpoint. An interrupted removal leaves no folder that looks like a complete checkpoint.
 
-    A symbolic link means that a user has moved the checkpoint, so only the link is removed.
+    If the checkpoint is a symbolic link, a user has moved the checkpoint, so only the link is removed.
     """
     if folder.is_symlink():
-        log.info(f"{folder} is a link to {folder.readlink()}. Only the link is removed, not its target.")
+        log.info(f"Removing only the symbolic link {folder}. The linked folder {folder.readlink()} is kept.")
         folder.unlink()
         return
-    doomed = folder.with_name(f".{folder.name}.old")
-    discard(doomed)
-    folder.rename(doomed)
-    discard(doomed)
+    renamed_folder = folder.with_name(f".{folder.name}.old")
+    discard(renamed_folder)
+    folder.rename(renamed_folder)
+    discard(renamed_folder)
 
 
 def remove_temporary(parent: Path) -> None:
@@ -208,11 +215,11 @@ def remove_temporary(parent: Path) -> None:
 
 
 def verify(folder: Path, heartbeat: Heartbeat = lambda: None) -> Checkpoint:
-    """Check the manifest and the size and SHA-256 of every file.
+    """Verify a checkpoint's manifest, and the size and SHA-256 of every file in the checkpoint.
 
     Raises:
-        DamagedCheckpoint: If a file is missing or does not match the manifest. The message names the file and
-            the problem.
+        DamagedCheckpoint: If a file is missing or does not match the manifest. The error message names the
+            file and the problem.
         ValueError: If a file can't be read.
     """
     try:
@@ -222,11 +229,12 @@ def verify(folder: Path, heartbeat: Heartbeat = lambda: None) -> Checkpoint:
             path = _regular_file(folder / name)
             if path.stat().st_size != expected["size"]:
                 raise DamagedCheckpoint(
-                    f"{path} has {path.stat().st_size:,} bytes instead of {expected['size']:,}"
+                    f"{path} contains {path.stat().st_size:,} bytes, but the manifest lists"
+                    f" {expected['size']:,} bytes"
                 )
             if sha256_of(path, heartbeat) != expected["sha256"]:
-                raise DamagedCheckpoint(f"{path} has changed since it was written (SHA-256)")
-    except OSError as error:  # for example a disk or permission error, so the file may be intact
+                raise DamagedCheckpoint(f"{path} does not match the SHA-256 in the manifest")
+    except OSError as error:  # after a disk or permission error, for example, the file may be intact
         raise ValueError(f"{error.filename} can't be read: {error.strerror}") from None
     return Checkpoint(folder, manifest)
 
@@ -235,8 +243,8 @@ def _regular_file(path: Path) -> Path:
     """Return the path if it refers to a regular file.
 
     Raises:
-        DamagedCheckpoint: If the file is missing or is not a regular file. Links are refused, and a pipe
-            would block the reader.
+        DamagedCheckpoint: If the file is missing or is not a regular file. Symbolic links are refused, and so
+            are pipes, which would block the reader.
     """
     if path.is_symlink() or not path.is_file():
         raise DamagedCheckpoint(f"{path} is {'not a regular file' if os.path.lexists(path) else 'missing'}")
@@ -244,7 +252,7 @@ def _regular_file(path: Path) -> Path:
 
 
 class FileEntry(TypedDict):
-    size: int  # bytes
+    size: int  # file size in bytes
     sha256: str
 
 
@@ -259,41 +267,41 @@ def check_manifest(content: bytes, folder: Path | str) -> dict[str, Any]:
     """Parse and check a checkpoint's manifest without reading the checkpoint's other files.
 
     Raises:
-        DamagedCheckpoint: If the manifest is malformed, has been modified, or belongs to another step.
-        ValueError: If this version of the code can't read the manifest's format version.
+        DamagedCheckpoint: If the manifest is malformed, has been modified, or belongs to a different step.
+        ValueError: If this version of the code does not support the manifest's format version.
     """
-    where = f"{folder}/{MANIFEST_FILE}"
+    location = f"{folder}/{MANIFEST_FILE}"
     try:
-        manifest = parse_json(content, where)
+        manifest = parse_json(content, location)
     except ValueError:
         manifest = {}
     if not fits(manifest, CheckpointManifest) or any(file["size"] < 0 for file in manifest["files"].values()):
-        raise DamagedCheckpoint(f"{where} is not a manifest")
+        raise DamagedCheckpoint(f"{location} is not a valid checkpoint manifest")
     if manifest.pop("digest") != _digest(manifest):
-        raise DamagedCheckpoint(f"{where} has changed since it was written")
-    version, names = manifest["format_version"], manifest["files"].keys()
+        raise DamagedCheckpoint(f"{location} does not match the digest that the file contains")
+    version, listed_files = manifest["format_version"], manifest["files"].keys()
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         raise ValueError(
-            f"{where} has format version {version}, but this code reads versions 1 to {FORMAT_VERSION}."
-            " Update the code."
+            f"{location} uses checkpoint format version {version}, but this version of onecurve supports only"
+            f" versions 1 to {FORMAT_VERSION}. Update onecurve."
         )
-    needed = {MODEL_FILE, OPTIMIZER_FILE, STATE_FILE}
-    if not needed <= names <= needed | {EMA_FILE}:
+    required_files = {MODEL_FILE, OPTIMIZER_FILE, STATE_FILE}
+    if not required_files <= listed_files <= required_files | {EMA_FILE}:
         raise DamagedCheckpoint(
-            f"{where} does not list the files of a checkpoint, but {', '.join(sorted(names))}"
+            f"{location} does not list the files of a checkpoint. The listed files are"
+            f" {', '.join(sorted(listed_files))}"
         )
     if step_of(Path(folder).name) != manifest["step"]:
-        raise DamagedCheckpoint(f"{where} belongs to step {manifest['step']}")
+        raise DamagedCheckpoint(f"{location} belongs to the checkpoint of step {manifest['step']}")
     return manifest
 
 
 def newest(parent: Path, heartbeat: Heartbeat = lambda: None, ours: bool = True) -> Checkpoint | None:
-    """Return the newest checkpoint that passes verification, or None if there are no checkpoints.
+    """Return the newest checkpoint that passes verification, or None if the folder contains no checkpoints.
 
     Args:
-        heartbeat: Function that is called about every second while files are hashed.
-        ours: True if this process owns the folder. In this case, damaged checkpoints are renamed to
-            damaged_*.
+        heartbeat: Function that is called about once per second while files are hashed.
+        ours: True if this process owns the folder and must rename damaged checkpoints to damaged_*.
 
     Raises:
         ValueError: If checkpoints exist but none of them passes verification.
@@ -305,7 +313,7 @@ def newest(parent: Path, heartbeat: Heartbeat = lambda: None, ours: bool = True)
             checkpoint = verify(folder, heartbeat)
         except DamagedCheckpoint as error:
             damaged.append(folder)
-            log.warning(f"warning: checkpoint of step {step:,} is damaged: {error}")
+            log.warning(f"warning: the checkpoint of step {step:,} is damaged: {error}")
             continue
         for damaged_folder in damaged if ours else ():
             renamed = damaged_folder.with_name(f"damaged_{damaged_folder.name}")
@@ -314,8 +322,8 @@ def newest(parent: Path, heartbeat: Heartbeat = lambda: None, ours: bool = True)
         return checkpoint
     if damaged:
         raise ValueError(
-            f"none of the {len(damaged)} checkpoints in {parent} verifies. Restore an intact copy, or start a"
-            " new run with another --output_dir."
+            f"none of the {len(damaged)} checkpoints in {parent} passes verification. Restore an intact copy"
+            " of a checkpoint, or start a new run with a different --output_dir."
         )
     return None
 
@@ -343,20 +351,22 @@ class TensorFile:
             self.file = safe_open(path, "pt")
         except (OSError, SafetensorError) as error:
             reason = unfetched(path) or error
-            raise ValueError(f"{path} is not a safetensors file: {reason}") from None
+            raise ValueError(f"{path} is not a valid safetensors file: {reason}") from None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(self.file.get_slice(name).get_shape()) for name in self.file.keys()}  # noqa: SIM118
 
     def specs(self) -> Specs:
-        """Return the dtype and shape of each tensor.
+        """Return the dtype and shape of each tensor in the file.
 
         Raises:
             ValueError: If the file contains a dtype that runs never write.
         """
         dtypes = {name: self.file.get_slice(name).get_dtype() for name in self.file.keys()}  # noqa: SIM118
         if unknown := [name for name, dtype in dtypes.items() if dtype not in DTYPES]:
-            raise ValueError(f"{self.path}: {unknown[0]} has the unknown dtype {dtypes[unknown[0]]}")
+            raise ValueError(
+                f"{self.path}: tensor {unknown[0]} has the unsupported dtype {dtypes[unknown[0]]}"
+            )
         return {name: (DTYPES[dtypes[name]], shape) for name, shape in self.shapes().items()}
 
     def expect(self, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -365,11 +375,15 @@ class TensorFile:
         differing = [name for name in shapes if stored_shapes.get(name, shapes[name]) != shapes[name]]
         differing += sorted(stored_shapes.keys() ^ shapes.keys())
         if differing:
-            first = differing[0]
-            stored, expected = (list(s[first]) if first in s else "nothing" for s in (stored_shapes, shapes))
+            first_name = differing[0]
+            stored, expected = (
+                list(shapes_by_name[first_name]) if first_name in shapes_by_name else "nothing"
+                for shapes_by_name in (stored_shapes, shapes)
+            )
             raise ValueError(
-                f"{self.path} belongs to another model: {len(differing)} tensors differ. The first is {first}"
-                f" ({stored} in the file, {expected} in the model). Use the flags of the file's model."
+                f"{self.path} does not match this model: {len(differing)} tensors have different names or"
+                f" shapes. The first mismatch is {first_name} ({stored} in the file, {expected} in the"
+                " model). Set the model flags to the values with which the file's model was trained."
             )
 
     def tensor(self, name: str) -> Tensor:

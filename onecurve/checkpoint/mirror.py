@@ -1,9 +1,11 @@
-"""Mirrors a run's checkpoints and logs to S3 during training, and downloads them again.
+"""Uploads a run's checkpoints and logs to S3 during training, and downloads them again.
 
-<prefix>/checkpoints/step_00000390/...   same files as on disk; uploading the manifest commits the checkpoint
-<prefix>/checkpoints/index.json          {"latest": ..., "best": ...}
-<prefix>/metrics.jsonl, recipe.json, starts.jsonl, ...    uploaded before each checkpoint
-<prefix>/telemetry-*.jsonl, result.json                   uploaded at the end of the run
+Objects under the run's prefix:
+
+    checkpoints/step_00000390/...                 same files as on disk; the manifest commits the checkpoint
+    checkpoints/index.json                        {"latest": ..., "best": ...}
+    metrics.jsonl, recipe.json, starts.jsonl, ... uploaded before each checkpoint
+    telemetry-*.jsonl, result.json                uploaded at the end of the run
 """
 
 import json
@@ -29,23 +31,27 @@ from onecurve.system.s3 import ObjectStore, StoreError, WrongSize
 from onecurve.system.threads import Heartbeat, lower_priority
 
 LOGS = ("recipe.json", "starts.jsonl", "metrics.jsonl", "confusion.json", "nvidia-smi-*.txt")
-TELEMETRY = "telemetry-*.jsonl"  # 140 MB a day on a host with 8 GPUs, so uploaded only once, with the result
+# 140 MB per day on a host with 8 GPUs, so telemetry is uploaded only once, with the result
+TELEMETRY = "telemetry-*.jsonl"
 LOG_LIMIT_BYTES = 2**31
 
 
 class Mirror:
-    """Background uploader of checkpoints, one at a time. Only the newest waiting checkpoint stays queued.
+    """Uploader that sends one checkpoint at a time to S3 in the background.
 
-    Training never waits for an upload. A failed upload is reported. It is retried with the next checkpoint,
-    at the end of the run, and when the same command is started again.
+    The queue contains at most one checkpoint, which a newer checkpoint replaces. Training never waits for an
+    upload. A failed upload is reported, and retried with the next checkpoint, at the end of the run, and when
+    the same command is started again.
 
     Args:
         store: S3 prefix of the run.
-        folder: Run folder.
-        keep_every: Interval in steps. Checkpoints at multiples of this interval are kept.
-        lost: Function that returns a message once another run owns the prefix, for example after this machine
-            was suspended. From then on, nothing is written or removed. A request that passed the check before
-            the suspension is still sent, but the new owner's next upload repairs the damage.
+        folder: Run folder on the local disk.
+        keep_every: Interval in steps at which checkpoints are kept permanently. None keeps only the newest
+            checkpoints and the best checkpoint.
+        lost: Function that returns an error message once another run owns the prefix, for example after this
+            machine was suspended, and None before. As soon as the function returns a message, the mirror
+            neither writes nor removes objects. A request that passed the check before a suspension is still
+            sent afterwards, but the new owner's next upload repairs the damage.
     """
 
     def __init__(
@@ -57,25 +63,25 @@ class Mirror:
     ):
         self.store, self.folder, self.keep_every, self.lost = store, folder, keep_every, lost
         self.changed = threading.Condition()
-        self.waiting: tuple[int, int | None] | None = None  # (step, best step)
+        self.waiting: tuple[int, int | None] | None = None  # step and best step of the queued checkpoint
         self.sending: tuple[int, int | None] | None = None
         self.failed = False  # True if the last upload failed
-        threading.Thread(target=self._work, daemon=True).start()
+        threading.Thread(target=self._upload_checkpoints, daemon=True).start()
 
     def offer(self, step: int, best: int | None) -> None:
-        """Queue a checkpoint that is already committed on disk."""
+        """Queue the upload of a checkpoint that is already committed on the local disk."""
         with self.changed:
             self.waiting = (step, best)
             self.changed.notify_all()
 
     def needs(self) -> set[int]:
-        """Return the steps of the checkpoints that the queued and current uploads still need on disk."""
+        """Return the steps of the checkpoints that queued and current uploads still need on disk."""
         with self.changed:
-            pairs = filter(None, (self.waiting, self.sending))
-            return {step for pair in pairs for step in pair if step is not None}
+            uploads = filter(None, (self.waiting, self.sending))
+            return {step for upload in uploads for step in upload if step is not None}
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until nothing is queued or being uploaded. Return False on timeout.
+        """Wait until no checkpoint is queued or being uploaded. Return False on timeout.
 
         Each request to the store has a separate timeout.
         """
@@ -83,17 +89,20 @@ class Mirror:
             return self.changed.wait_for(lambda: self.waiting is None and self.sending is None, timeout_s)
 
     def send_last_files(self, result: Mapping[str, Any]) -> None:
-        """Upload the files of a finished run. result.json is sent last and marks the upload as complete."""
+        """Upload the files of a finished run.
+
+        result.json is uploaded last and marks the upload as complete.
+        """
         self._check_owner()
-        self._send_run_files(*LOGS, TELEMETRY)
+        self._upload_run_files(*LOGS, TELEMETRY)
         self.store.write("result.json", json.dumps(result, indent=2).encode())
 
-    def _send_run_files(self, *patterns: str) -> None:
+    def _upload_run_files(self, *patterns: str) -> None:
         for pattern in patterns:
             for file in own_files(self.folder, pattern):
                 self.store.upload(file, file.name)
 
-    def _work(self) -> None:
+    def _upload_checkpoints(self) -> None:
         lower_priority()
         while True:
             with self.changed:
@@ -103,55 +112,61 @@ class Mirror:
                 self.sending = step, best
             failed = False
             try:
-                self._send(step, best)
-            except Exception as error:  # catch everything, because the end of the run waits for this thread
+                self._upload(step, best)
+            except Exception as error:  # catch all errors, because the end of the run waits for this thread
                 failed = True
                 log.warning(
                     f"warning: the checkpoint of step {step:,} could not be uploaded to {self.store.url}"
-                    f" ({error}). It is safe on disk. The next upload includes it, or run the same command"
-                    " again later."
+                    f" ({error}). The checkpoint is safe on the local disk. The next upload includes this"
+                    " checkpoint. To retry the upload after the run, start the same command again."
                 )
             with self.changed:
                 self.failed, self.sending = failed, None
                 self.changed.notify_all()
 
-    def _send(self, step: int, best: int | None) -> None:
-        """Upload the logs, the checkpoint, index.json, and the best checkpoint if S3 does not contain it."""
+    def _upload(self, step: int, best: int | None) -> None:
+        """Upload the logs, the checkpoint, index.json, and the best checkpoint if it is missing in S3."""
         self._check_owner()
-        self._send_run_files(*LOGS)  # logs first, because logs must never be older than a checkpoint
-        stored = committed(self.store)
-        needed = {step} | ({best} if best in steps_in(self.folder / "checkpoints") else set())
-        for missing in sorted(needed - stored):
-            self._send_checkpoint(missing)
-            stored.add(missing)
-        index = {"latest": step_name(step)} | ({"best": step_name(best)} if best in stored else {})
+        self._upload_run_files(*LOGS)  # the logs must never be older than a checkpoint
+        stored_steps = committed(self.store)
+        needed_steps = {step} | ({best} if best in steps_in(self.folder / "checkpoints") else set())
+        for missing_step in sorted(needed_steps - stored_steps):
+            self._upload_checkpoint(missing_step)
+            stored_steps.add(missing_step)
+        index = {"latest": step_name(step)} | ({"best": step_name(best)} if best in stored_steps else {})
         self._check_owner()
         self.store.write(f"checkpoints/{checkpoints.INDEX_FILE}", json.dumps(index).encode())
-        self._send_run_files("result.json")
-        self._prune(checkpoints.to_keep({s for s in stored if s <= step}, best, self.keep_every))
+        self._upload_run_files("result.json")
+        earlier_steps = {stored_step for stored_step in stored_steps if stored_step <= step}
+        self._delete_old_checkpoints(checkpoints.to_keep(earlier_steps, best, self.keep_every))
 
-    def _send_checkpoint(self, step: int) -> None:
-        """Upload a checkpoint. The manifest is uploaded last, which commits the checkpoint."""
-        local = self.folder / "checkpoints" / step_name(step)
-        remote = f"checkpoints/{step_name(step)}"
-        for path in own_files(local, "*"):
+    def _upload_checkpoint(self, step: int) -> None:
+        """Upload a checkpoint. Uploading the manifest last commits the checkpoint."""
+        local_folder = self.folder / "checkpoints" / step_name(step)
+        remote_folder = f"checkpoints/{step_name(step)}"
+        for path in own_files(local_folder, "*"):
             if path.name != MANIFEST_FILE:
                 self._check_owner()
-                self.store.upload(path, f"{remote}/{path.name}")
-        manifest = (local / MANIFEST_FILE).read_bytes()
-        is_new = self.store.create(f"{remote}/{MANIFEST_FILE}", manifest)
-        if not is_new and self.store.read(f"{remote}/{MANIFEST_FILE}", JSON_LIMIT_BYTES) != manifest:
-            raise StoreError(f"another run has written step {step:,} to {self.store.url}")
+                self.store.upload(path, f"{remote_folder}/{path.name}")
+        manifest = (local_folder / MANIFEST_FILE).read_bytes()
+        is_new = self.store.create(f"{remote_folder}/{MANIFEST_FILE}", manifest)
+        if not is_new and self.store.read(f"{remote_folder}/{MANIFEST_FILE}", JSON_LIMIT_BYTES) != manifest:
+            raise StoreError(f"another run has written a checkpoint of step {step:,} to {self.store.url}")
 
-    def _prune(self, keep: set[int]) -> None:
-        """Delete all checkpoints whose steps are not in `keep` and precede the newest step in `keep`.
+    def _delete_old_checkpoints(self, kept_steps: set[int]) -> None:
+        """Delete each checkpoint whose step is not in `keep` and is earlier than the newest step in `keep`.
 
         Manifests are deleted first, so that an interrupted removal leaves no checkpoint that looks committed.
         """
-        newest, keys = max(keep), self.store.list("checkpoints/step_")
-        expired = [k for k in keys if (step := _step(k)) is not None and step < newest and step not in keep]
+        newest_kept, keys = max(kept_steps), self.store.list("checkpoints/step_")
+        steps = {key: _step_in_key(key) for key in keys}
+        expired_keys = [
+            key
+            for key, step in steps.items()
+            if step is not None and step < newest_kept and step not in kept_steps
+        ]
         self._check_owner()
-        self.store.delete(sorted(expired, key=lambda key: not key.endswith(MANIFEST_FILE)))
+        self.store.delete(sorted(expired_keys, key=lambda key: not key.endswith(MANIFEST_FILE)))
 
     def _check_owner(self) -> None:
         if message := self.lost():
@@ -165,35 +180,40 @@ def fetch_newest(
     heartbeat: Heartbeat = lambda: None,
     lost: Callable[[], str | None] | None = None,
 ) -> int | None:
-    """Download the newest intact checkpoint that is committed and newer than `newer_than` into `parent`.
+    """Download the newest intact and committed checkpoint after step `newer_than` into the folder `parent`.
 
     Args:
-        heartbeat: Function that is called about every second.
-        lost: See Mirror. Pass this function only if this run owns the prefix. The manifests of damaged
-            checkpoints are then deleted, so that the run ignores these checkpoints and can write the same
-            steps again. Without `lost`, the prefix is only read.
+        store: S3 prefix of a run.
+        parent: Folder in which the checkpoint's folder is created.
+        newer_than: Only checkpoints of later steps are downloaded. A negative number includes all
+            checkpoints.
+        heartbeat: Function that is called about once per second.
+        lost: If this run owns the prefix, the argument `lost` of Mirror. With `lost`, the manifests of
+            damaged checkpoints are deleted, so that the run ignores the damaged checkpoints and can write the
+            same steps again. Without `lost`, the prefix is only read.
 
     Returns:
-        The step of the checkpoint, or None if there is no newer checkpoint.
+        The step of the downloaded checkpoint, or None if S3 contains no newer checkpoint.
 
     Raises:
-        ValueError: If checkpoints exist but none of them passes verification, or a download can't be written
-            to disk.
+        ValueError: If checkpoints exist but none of them passes verification, or if a download can't be
+            written to disk.
     """
 
-    def remove(damaged: list[str]) -> None:
-        if damaged and lost and not lost():  # another run may have taken over during the download
-            store.delete(damaged)
+    def delete_manifests(manifest_keys: list[str]) -> None:
+        # Another run may have taken over the prefix during the download.
+        if manifest_keys and lost and not lost():
+            store.delete(manifest_keys)
 
-    steps = sorted((s for s in committed(store) if s > newer_than), reverse=True)
+    steps = sorted((step for step in committed(store) if step > newer_than), reverse=True)
     damaged: list[str] = []
     for step in steps:
         try:
             fetch(store, step, parent, heartbeat)
-            remove(damaged)
+            delete_manifests(damaged)
             return step
         except (DamagedCheckpoint, WrongSize) as error:
-            log.warning(f"warning: checkpoint of step {step:,} is damaged: {error}")
+            log.warning(f"warning: the checkpoint of step {step:,} is damaged: {error}")
             damaged.append(f"checkpoints/{step_name(step)}/{MANIFEST_FILE}")
         except OSError as error:
             raise ValueError(
@@ -201,56 +221,60 @@ def fetch_newest(
                 f" {error.strerror}"
             ) from None
     if steps and newer_than < 0:
-        raise ValueError(f"none of the {len(steps)} checkpoints in {store.url} verifies")
-    remove(damaged)
+        raise ValueError(f"none of the {len(steps)} checkpoints in {store.url} passes verification")
+    delete_manifests(damaged)
     return None
 
 
 def fetch(store: ObjectStore, step: int, parent: Path, heartbeat: Heartbeat) -> None:
-    """Download one checkpoint into a temporary folder in `parent`, and rename the folder once verified.
+    """Download a checkpoint into a temporary folder in `parent`, verify the files, and rename the folder.
 
     Raises:
         DamagedCheckpoint, WrongSize: If the checkpoint fails verification.
-        OSError: If the checkpoint can't be written.
+        OSError: If the checkpoint can't be written to disk.
     """
-    remote, folder = f"checkpoints/{step_name(step)}", parent / step_name(step)
+    remote_folder, folder = f"checkpoints/{step_name(step)}", parent / step_name(step)
     content, manifest = read_manifest(store, step)
-    part = parent / f".{folder.name}.part"
-    discard(part)
-    part.mkdir(parents=True)
+    temporary_folder = parent / f".{folder.name}.part"
+    discard(temporary_folder)
+    temporary_folder.mkdir(parents=True)
     try:
         mib = sum(entry["size"] for entry in manifest["files"].values()) / 2**20
-        log.info(f"downloading the checkpoint of step {step:,} from {store.url}: {mib:,.1f} MiB")
+        log.info(f"downloading the checkpoint of step {step:,} ({mib:,.1f} MiB) from {store.url}")
         for name, entry in manifest["files"].items():
-            store.download(f"{remote}/{name}", part / name, entry["size"], heartbeat)
-            if sha256_of(part / name, heartbeat) != entry["sha256"]:
+            store.download(f"{remote_folder}/{name}", temporary_folder / name, entry["size"], heartbeat)
+            if sha256_of(temporary_folder / name, heartbeat) != entry["sha256"]:
                 raise DamagedCheckpoint(
-                    f"{store.url}/{remote}/{name} has changed since it was written (SHA-256)"
+                    f"{store.url}/{remote_folder}/{name} does not match the SHA-256 in the manifest"
                 )
-            sync(part / name)
-        (part / MANIFEST_FILE).write_bytes(content)
-        sync(part / MANIFEST_FILE)
-        sync(part)
+            sync(temporary_folder / name)
+        (temporary_folder / MANIFEST_FILE).write_bytes(content)
+        sync(temporary_folder / MANIFEST_FILE)
+        sync(temporary_folder)
         discard(folder)
-        part.rename(folder)
+        temporary_folder.rename(folder)
         sync(parent)
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(temporary_folder, ignore_errors=True)
 
 
 def read_manifest(store: ObjectStore, step: int) -> tuple[bytes, dict[str, Any]]:
-    """Return a checkpoint's manifest, both raw and parsed. Raise DamagedCheckpoint if it is invalid."""
-    remote = f"checkpoints/{step_name(step)}"
-    content = store.read(f"{remote}/{MANIFEST_FILE}", JSON_LIMIT_BYTES) or b""
-    return content, checkpoints.check_manifest(content, f"{store.url}/{remote}")
+    """Return a checkpoint's manifest as raw bytes and as a parsed object.
+
+    Raises:
+        DamagedCheckpoint: If the manifest is missing or invalid.
+    """
+    remote_folder = f"checkpoints/{step_name(step)}"
+    content = store.read(f"{remote_folder}/{MANIFEST_FILE}", JSON_LIMIT_BYTES) or b""
+    return content, checkpoints.check_manifest(content, f"{store.url}/{remote_folder}")
 
 
 def fetch_log(store: ObjectStore, folder: Path) -> None:
-    """Download a run's logs, so that they have no gap after the run resumes on another machine.
+    """Download a run's logs, so that the logs have no gap after the run resumes on a different machine.
 
-    recipe.json is downloaded first, so that the folder is recognized as a run even if the download is
+    recipe.json is downloaded first, so that the folder is recognized as a run folder even if the download is
     interrupted. A local file is kept if it begins with the content of the file in the bucket. Otherwise, the
-    file in the bucket replaces it.
+    file in the bucket replaces the local file.
     """
     telemetry = [key for key in store.list("telemetry-") if fnmatch(key, TELEMETRY) and "/" not in key]
     for name in ("recipe.json", "starts.jsonl", "metrics.jsonl", "confusion.json", *telemetry):
@@ -261,11 +285,12 @@ def fetch_log(store: ObjectStore, folder: Path) -> None:
 
 
 def committed(store: ObjectStore) -> set[int]:
-    """Return the steps of the committed checkpoints in the store (the checkpoints with a manifest)."""
+    """Return the steps of all committed checkpoints in the store. A committed checkpoint has a manifest."""
     keys = store.list("checkpoints/step_")
-    return {step for key in keys if key.endswith(f"/{MANIFEST_FILE}") and (step := _step(key)) is not None}
+    steps = {_step_in_key(key) for key in keys if key.endswith(f"/{MANIFEST_FILE}")}
+    return {step for step in steps if step is not None}
 
 
-def _step(key: str) -> int | None:
-    parts = key.split("/")
-    return step_of(parts[1]) if len(parts) == 3 else None
+def _step_in_key(key: str) -> int | None:
+    components = key.split("/")
+    return step_of(components[1]) if len(components) == 3 else None

@@ -1,6 +1,6 @@
 """Saves and restores the complete state of an optimizer.
 
-The state is divided among three files. `optimizer.safetensors` contains the tensors, named
+A checkpoint stores the optimizer's state in three files. `optimizer.safetensors` contains the tensors, named
 `<parameter>/<state>`. `state.json` contains the scalars and the settings that the optimizer changed in its
 parameter groups. `manifest.json` contains the optimizer's class and the names of its state.
 """
@@ -19,17 +19,22 @@ from onecurve.checkpoint.optimizer_trial import try_out
 from onecurve.checkpoint.snapshot import Specs
 from onecurve.distributed.layout import Layout, group_values
 
-Send = Callable[[str, tuple[int, ...], torch.dtype], Tensor]  # broadcasts a tensor from the main process
+# (name, shape, dtype) -> tensor from the main process
+Send = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
 
 
 class OptimizerState:
-    """State of an optimizer. Create this object before the optimizer's first step. Collective.
+    """Complete state of an optimizer, which this class saves and restores under any strategy.
+
+    The constructor is collective and must be called before the optimizer's first step.
 
     Args:
-        same_bits: See try_out().
+        layout: Layout of the model and the optimizer.
+        same_bits: Require that updates of shards are bitwise identical to updates of whole parameters.
 
     Raises:
-        ValueError: If the optimizer's state can't be saved, or the strategy would change its update.
+        ValueError: If the optimizer's state can't be saved, or the strategy would change the optimizer's
+            update.
     """
 
     def __init__(self, layout: Layout, same_bits: bool):
@@ -42,9 +47,9 @@ class OptimizerState:
     # --- Save
 
     def expected(self) -> Specs:
-        """Return the dtype and shape of the state tensors that have the same shape as their parameter.
+        """Return the dtype and shape of each state tensor that has its parameter's shape.
 
-        These tensors are known before the first step.
+        State tensors with a parameter's shape are known before the optimizer's first step.
         """
         shapes = self.layout.shapes()
         return {
@@ -54,9 +59,9 @@ class OptimizerState:
         }
 
     def tensors(self) -> tuple[Specs, Iterator[tuple[str, Tensor]]]:
-        """Return the dtype and shape of every full tensor, and an iterator of (name, this rank's part).
+        """Return the dtype and shape of every full state tensor, and an iterator of (name, this rank's part).
 
-        Collective only for DTensors whose shape differs from their parameter's shape.
+        This method is collective only if a DTensor's shape differs from its parameter's shape.
         """
         shapes, shaped = self.layout.shapes(), self.layout.shaped_state()
         unshaped = {
@@ -83,102 +88,127 @@ class OptimizerState:
         )
 
     def scalars(self) -> OptimizerScalars:
-        """Return the scalars of parameters and the changed group settings, for state.json. Collective."""
+        """Return each parameter's scalars and the changed group settings, for state.json.
+
+        This method is collective.
+        """
         states, groups = self.layout.other_state(), self.layout.changed_groups()
         return {
             "scalars": {
-                parameter: {n: checkpoints.encode_value(v) for n, v in state.items() if not _is_array(v)}
+                parameter: {
+                    name: checkpoints.encode_value(value)
+                    for name, value in state.items()
+                    if not _is_array(value)
+                }
                 for parameter, state in states.items()
             },
-            "groups": [{n: checkpoints.encode_value(v) for n, v in group.items()} for group in groups],
+            "groups": [
+                {name: checkpoints.encode_value(value) for name, value in group.items()} for group in groups
+            ],
         }
 
     # --- Restore
 
     def check(self, checkpoint: Checkpoint, state: dict[str, Any], moved: Collection[str] = ()) -> None:
-        """Raise ValueError unless the checkpoint contains this optimizer's state. Called by one process.
+        """Raise ValueError unless the checkpoint contains this optimizer's state.
+
+        Only one process calls this method.
 
         Args:
+            checkpoint: The verified checkpoint.
             state: Scalars from the checkpoint's state.json, as returned by TrainingState.scalars().
-            moved: Parameters whose rows are in a different order in this run.
+            moved: Names of the parameters whose rows are in a different order in this run.
         """
         folder, shapes = checkpoint.folder, self.layout.shapes()
         specs = TensorFile(folder / checkpoints.OPTIMIZER_FILE).specs()
         saved, current = checkpoint.manifest.get("optimizer"), self.about()
         if not isinstance(saved, dict):
-            raise ValueError(f"{folder / checkpoints.MANIFEST_FILE} does not describe its optimizer")
-        known = [key for key in current if saved.get(key) is not None and current[key] is not None]
-        if any(saved[key] != current[key] for key in known):
             raise ValueError(
-                f"{folder} has the state of {_describe(saved)}, but this run's optimizer is"
-                f" {_describe(current)}"
+                f"{folder / checkpoints.MANIFEST_FILE} does not describe the checkpoint's optimizer"
+            )
+        comparable_keys = [key for key in current if saved.get(key) is not None and current[key] is not None]
+        if any(saved[key] != current[key] for key in comparable_keys):
+            raise ValueError(
+                f"{folder} contains the state of {_describe_optimizer(saved)}, but this run's optimizer is"
+                f" {_describe_optimizer(current)}"
             )
         scalars, groups = state["optimizer"]["scalars"], state["optimizer"]["groups"]
         parameters = scalars.keys() | {name.rpartition("/")[0] for name in specs}
         if unknown := parameters - shapes.keys():
             raise ValueError(
-                f"{folder} contains optimizer state of {min(unknown)!r}, which this model does not train"
+                f"{folder} contains optimizer state for the parameter {min(unknown)!r}, which this model does"
+                " not train"
             )
         for name, dtype_and_shape in self.expected().items():
             if name in specs and specs[name] != dtype_and_shape:
-                raise ValueError(f"{folder}'s optimizer state {name} has a different shape or dtype")
+                raise ValueError(
+                    f"the optimizer state {name} in {folder} has a different shape or dtype than in this run"
+                )
         for name, (_, shape) in specs.items():
             parameter = name.rpartition("/")[0]
             if parameter in moved and shape != shapes[parameter] and math.prod(shape) > 1:
-                raise ValueError(f"{folder}'s {name} can't follow the classes to their new order")
+                raise ValueError(
+                    f"the optimizer state {name} in {folder} can't be reordered to match the data's class"
+                    " order"
+                )
         group_count = len(self.layout.constants)
         if any(groups) and len(groups) != group_count:
             raise ValueError(
-                f"{folder} has {len(groups)} parameter groups, but this run's optimizer has {group_count}"
+                f"{folder} contains the state of {len(groups)} parameter groups, but this run's optimizer has"
+                f" {group_count} parameter groups"
             )
         for members in self.layout.members():
             saved_scalars = [scalars[name] for name in members if scalars.get(name)]
-            if any(values != saved_scalars[0] for values in saved_scalars):
+            if any(parameter_scalars != saved_scalars[0] for parameter_scalars in saved_scalars):
                 raise ValueError(
-                    f"the optimizer state of {folder} has different scalars, such as step counts, for"
-                    " parameters of one group. ZeRO keeps only one value per group."
+                    f"the optimizer state in {folder} contains different scalars, such as step counts, for"
+                    " parameters in the same group. ZeRO stores each scalar only once per group"
                 )
 
     def restore(self, specs: Specs, state: dict[str, Any], send: Send) -> None:
-        """Restore the optimizer's state. Collective.
+        """Restore the optimizer's state on all ranks. This method is collective.
 
-        specs: dtypes and shapes of the tensors in optimizer.safetensors.
+        Args:
+            specs: Dtypes and shapes of the tensors in optimizer.safetensors.
+            state: Scalars from the checkpoint's state.json, as returned by TrainingState.scalars().
+            send: Function that broadcasts a tensor from the main process.
         """
         layout, shapes = self.layout, self.layout.shapes()
-        shaped: dict[str, dict[str, torch.dtype]] = {}  # state name -> parameter -> dtype
+        shaped_dtypes: dict[str, dict[str, torch.dtype]] = {}  # state name -> parameter name -> dtype
         for full_name, (dtype, shape) in sorted(specs.items()):
             parameter, _, name = full_name.rpartition("/")
             if shape == shapes[parameter]:
-                shaped.setdefault(name, {})[parameter] = dtype
+                shaped_dtypes.setdefault(name, {})[parameter] = dtype
             else:
-                self._put(parameter, name, send(full_name, shape, dtype))
-        for name, dtypes in shaped.items():
+                self._put_state(parameter, name, send(full_name, shape, dtype))
+        for name, dtypes in shaped_dtypes.items():
             local_tensors = layout.make_state(name, dtypes)
 
             def receive(parameter: str, name: str = name) -> Tensor:
                 dtype, shape = specs[f"{parameter}/{name}"]
                 return send(f"{parameter}/{name}", shape, dtype)
 
-            layout.fill(((n, piece) for n, piece in layout.own(local_tensors) if n in dtypes), receive)
+            pieces = ((member, piece) for member, piece in layout.own(local_tensors) if member in dtypes)
+            layout.fill(pieces, receive)
         for parameter, values in state["optimizer"]["scalars"].items():
             for name, value in values.items():
-                self._put(parameter, name, checkpoints.decode_value(value))
+                self._put_state(parameter, name, checkpoints.decode_value(value))
         groups = state["optimizer"]["groups"]
-        for group, saved, trial in zip(layout.inner.param_groups, groups, self.trial.groups, strict=False):
-            values = group_values(saved)
-            group |= {
-                name: _placed(checkpoints.decode_value(v), trial.get(name)) for name, v in values.items()
-            }
+        for group, saved_settings, trial_settings in zip(
+            layout.inner.param_groups, groups, self.trial.groups, strict=False
+        ):
+            for name, encoded in group_values(saved_settings).items():
+                group[name] = _place_like(checkpoints.decode_value(encoded), trial_settings.get(name))
 
-    def _put(self, parameter: str, name: str, value: Any) -> None:
+    def _put_state(self, parameter: str, name: str, value: Any) -> None:
         example = self.trial.states.get(parameter, {}).get(name)
-        self.layout.put_state(parameter, name, _placed(value, example))
+        self.layout.put_state(parameter, name, _place_like(value, example))
 
 
-def _placed(value: Any, example: Any) -> Any:
-    """Return the value on the same device, or with the same sharding, as the example from the trial.
+def _place_like(value: Any, example: Any) -> Any:
+    """Return the value with the device or sharding of the example from the trial.
 
-    If there is no example, the value stays on the CPU.
+    Without an example, the value stays on the CPU.
     """
     if not isinstance(value, Tensor) or not isinstance(example, Tensor):
         return value
@@ -194,6 +224,6 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
 
 
-def _describe(optimizer: dict[str, Any]) -> str:
+def _describe_optimizer(optimizer: dict[str, Any]) -> str:
     state = ", ".join(map(str, optimizer.get("state") or ["none"]))
     return f"{optimizer.get('class') or 'an optimizer'} ({state})"

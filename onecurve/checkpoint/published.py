@@ -1,4 +1,4 @@
-"""Downloads and describes timm models from the hub, using the config.json next to their weights."""
+"""Downloads and describes timm models from the hub, using the config.json stored with the weights."""
 
 import dataclasses
 from collections import Counter
@@ -14,10 +14,10 @@ from onecurve.system.files import read_json
 from onecurve.system.text import printable
 
 CONFIG = "config.json"
-# timm's keys in config.json that describe the preprocessing of images
+# Keys of the image preprocessing in timm's config.json
 DATA_KEYS = ("input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std")
 EDGES = ("img_size", "patch_size")
-# Model arguments that flags of train_vit.py set or that evaluations do not need
+# Model arguments that train_vit.py's flags set, or that evaluations do not need
 KNOWN_ARGUMENTS = {"in_chans", "num_classes", "global_pool", "img_size", "patch_size", "depth"}
 KNOWN_ARGUMENTS |= {"drop_rate", "drop_path_rate"}
 
@@ -28,38 +28,38 @@ class Published:
 
     architecture: str
     classes: int  # number of classes
-    data: dict[str, Any]  # the DATA_KEYS that config.json contains
-    arguments: dict[str, Any]  # arguments of the model
+    data: dict[str, Any]  # values of DATA_KEYS in config.json
+    arguments: dict[str, Any]  # model arguments in config.json
     label_names: list[str] | None = None
     test_size: int | None = None  # second image size, for which the authors also report an accuracy
     test_crop_pct: float | None = None  # crop_pct for the second image size
 
     @property
     def image_size(self) -> int:
-        return _edge(self.data["input_size"])
+        return _edge_length(self.data["input_size"])
 
     def preprocessing(self) -> dict[str, Any]:
-        """Return the record of the model's preprocessing, with timm's defaults for missing values."""
+        """Return the record of the model's preprocessing, with timm's defaults for missing settings."""
         from timm.data import resolve_data_config
 
         return data_config(resolve_data_config(pretrained_cfg=self.data)).to_json()
 
     def note(self) -> str:
-        """Describe the second image size, or return an empty string if there is none.
+        """Return a note about the second image size, or an empty string if the model has only one image size.
 
-        timm's validate.py uses the second size by default.
+        timm's validate.py uses the second image size by default.
         """
         if self.test_size is None:
             return ""
         crop = f" --crop_pct {self.test_crop_pct:g}" if self.test_crop_pct else ""
-        return f"The model's authors also measured it with --image_size {self.test_size}{crop}."
+        return f"The model's authors also report the accuracy for --image_size {self.test_size}{crop}."
 
 
 def read_published(folder: Path) -> Published | None:
-    """Read the config.json in a folder. Return None if the file does not describe a timm model.
+    """Return the timm model described by the config.json in a folder, or None without such a description.
 
     Raises:
-        ValueError: If the file is damaged.
+        ValueError: If config.json is damaged.
     """
     import timm
 
@@ -67,21 +67,21 @@ def read_published(folder: Path) -> Published | None:
     if not file.is_file():
         return None
     content = read_json(file)
-    config = content.get("pretrained_cfg", content)  # older files are not nested
+    config = content.get("pretrained_cfg", content)  # older files contain these settings at the top level
     if not timm.is_model(str(content.get("architecture"))):
         return None
     try:
-        return _published(content, config)
+        return _published_from_config(content, config)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} does not describe a timm model: {error}") from None
 
 
-def _published(content: dict[str, Any], config: dict[str, Any]) -> Published:
+def _published_from_config(content: dict[str, Any], config: dict[str, Any]) -> Published:
     arguments = content.get("model_args") or {}
     label_names = content.get("label_names") or config.get("label_names")
-    size = config.get("test_input_size")
+    test_size = config.get("test_input_size")
     data = {name: config[name] for name in DATA_KEYS if config.get(name) is not None}
-    arguments = {name: _edge(value) if name in EDGES else value for name, value in arguments.items()}
+    arguments = {name: _edge_length(value) if name in EDGES else value for name, value in arguments.items()}
     if edge := arguments.get("img_size"):
         data["input_size"] = (3, edge, edge)
     return Published(
@@ -90,53 +90,60 @@ def _published(content: dict[str, Any], config: dict[str, Any]) -> Published:
         {"input_size": (3, 224, 224)} | data,
         arguments,
         list(map(printable, label_names)) if isinstance(label_names, list) else None,
-        _edge(size) if size else None,
+        _edge_length(test_size) if test_size else None,
         config.get("test_crop_pct"),
     )
 
 
-def _edge(size: Any) -> int:
-    """Return the edge length of a square that is given as a number or as a shape."""
+def _edge_length(size: Any) -> int:
+    """Return the edge length of a square, which config.json specifies as a number or as a shape."""
     return int(size[-1] if isinstance(size, (list, tuple)) else size)
 
 
 def of_name(name: str) -> Published:
-    """Describe the weights with this timm name. Raise ValueError for an unknown name or tag."""
+    """Return the description of the timm weights with this name.
+
+    Raises:
+        ValueError: If timm does not know the model name or the tag.
+    """
     config = dataclasses.asdict(registered(name))
-    return _published({"architecture": name, "num_classes": config["num_classes"]}, config)
+    return _published_from_config({"architecture": name, "num_classes": config["num_classes"]}, config)
 
 
 def class_names(published: Published) -> list[tuple[str, ...]] | None:
-    """Return the names of each class: the displayed name, then other names that data sets may use.
+    """Return each class's names: the displayed name, followed by other names that data sets may use.
 
-    The names come from the folder, or from timm's list of ImageNet synsets with the same number of classes.
-    Return None if neither source is available.
+    The names come from config.json, or from timm's list of ImageNet synsets with the same number of classes.
+    The function returns None if neither source contains names.
     """
     from timm.data import ImageNetInfo, infer_imagenet_subset
 
     if (names := published.label_names) and len(names) == published.classes:
-        known = _descriptions(ImageNetInfo("imagenet-22k"))
+        known = _synset_descriptions(ImageNetInfo("imagenet-22k"))
         return _with_descriptions(names, known) if known.keys() >= {*names} else [(name,) for name in names]
     subset = infer_imagenet_subset({"num_classes": published.classes})
     if subset is None:
         return None
     info = ImageNetInfo(subset)
-    return _with_descriptions(info.label_names(), _descriptions(info))
+    return _with_descriptions(info.label_names(), _synset_descriptions(info))
 
 
-def _descriptions(info: Any) -> dict[str, str]:
+def _synset_descriptions(info: Any) -> dict[str, str]:
     return info.label_descriptions(as_dict=True)
 
 
 def _with_descriptions(synsets: list[str], descriptions: dict[str, str]) -> list[tuple[str, ...]]:
-    """Return each class's names. If two classes share a description, the displayed names add the synset."""
+    """Return each class's displayed name, synset, description, and the description's first name.
+
+    If several classes share a description, their displayed names also include the synset.
+    """
     counts = Counter(descriptions[synset] for synset in synsets)
-    rows: list[tuple[str, ...]] = []
+    names_by_class: list[tuple[str, ...]] = []
     for synset in synsets:
-        text = descriptions[synset]
-        displayed = text if counts[text] == 1 else f"{text} ({synset})"
-        rows.append((displayed, synset, text, text.partition(",")[0]))
-    return rows
+        description = descriptions[synset]
+        displayed = description if counts[description] == 1 else f"{description} ({synset})"
+        names_by_class.append((displayed, synset, description, description.partition(",")[0]))
+    return names_by_class
 
 
 def download(name: str) -> Path:
@@ -149,13 +156,15 @@ def download(name: str) -> Path:
 
     config = registered(name)
     if not config.hf_hub_id:
-        raise ValueError(f"timm has no weights for {name} on the hub. Pass a file or folder of weights.")
+        raise ValueError(
+            f"timm provides no weights for {name} on the hub. Pass the path of a weight file or folder."
+        )
     problem = hub_problem()
     try:
         return Path(snapshot_download(config.hf_hub_id, allow_patterns=[CONFIG, MODEL_FILE]))
     except OSError as error:
         command = f"hf download {config.hf_hub_id} {CONFIG} {MODEL_FILE} --local-dir DIR"
         raise ValueError(
-            f"the hub can't be reached ({problem or error}). Run `{command}` on a machine with access, copy"
-            " DIR here, and pass DIR as the model."
+            f"the hub can't be reached ({problem or error}). Run `{command}` on a machine with internet"
+            " access, copy the folder DIR to this machine, and pass DIR as the model."
         ) from None

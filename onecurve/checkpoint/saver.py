@@ -17,7 +17,7 @@ from onecurve.system.files import free_space, own_files, sync
 from onecurve.system.output import log
 from onecurve.system.threads import lower_priority
 
-if TYPE_CHECKING:  # at runtime, imported only with --s3
+if TYPE_CHECKING:  # imported at runtime only with --s3
     from onecurve.checkpoint.mirror import Mirror
 
 # Seconds to wait after a failed gather. If a rank died, onecurve/distributed/watch.py ends the job within
@@ -26,19 +26,21 @@ FIRST_CAUSE_S = 3.0
 
 
 class Saver:
-    """Background writer of checkpoints, one at a time.
+    """Writer that saves one checkpoint at a time in the background.
 
     All ranks call save(). Background threads gather the snapshots on the main process, which writes the
     checkpoint. A held snapshot stays in memory until write_held() writes it or a new snapshot replaces it.
 
     Args:
-        folder: Run folder on the main process, None on other ranks.
+        training: Training state to save.
+        folder: Run folder on the main process, or None on other ranks.
         about: Additional entries for the manifest.
-        keep_every: Interval in steps. Checkpoints at multiples of this interval are kept.
+        keep_every: Interval in steps at which checkpoints are kept permanently. None keeps only the newest
+            checkpoints and the best checkpoint.
         mirror: Mirror that uploads the checkpoints, or None.
-        committed: Newest step on disk.
-        lost: Function that returns a message once another run owns the folder. From then on, nothing is
-            written.
+        committed: Step of the newest checkpoint on disk, or None.
+        lost: Function that returns an error message once another run owns the folder, and None before. As
+            soon as the function returns a message, the saver writes no more checkpoints.
     """
 
     def __init__(
@@ -55,35 +57,37 @@ class Saver:
         self.about, self.mirror = about, mirror
         self.thread = futures.ThreadPoolExecutor(1, initializer=lower_priority)
         self.running = [self.thread.submit(training.allocate, training.expected())]
-        self.gathered: int | None = None  # step of the snapshots, set once they are complete
+        self.gathered: int | None = None  # step of the most recent complete snapshots
         self.held: tuple[int, dict[str, Snapshot], dict[str, Any], int | None] | None = None
         self.written_at = -math.inf  # time.monotonic() at the start of this process's last write
         self.committed, self.lost = committed, lost
-        self.problem: str | None = None  # reason for the first failed save
+        self.problem: str | None = None  # error message of the first failed save
 
     def save(self, step: int, state: dict[str, Any], best: int | None, hold: bool = False) -> None:
-        """Take a snapshot and start to write it. The snapshot replaces a held one. Collective.
+        """Take a snapshot and start writing the checkpoint. This method is collective.
 
-        Nothing is written once a save has failed. Other ranks may not have noticed the failure yet.
+        The new snapshot replaces a held snapshot. After a failed save, this method still takes snapshots but
+        writes no checkpoints, because other ranks may not have noticed the failure yet.
 
         Args:
+            step: Step of the checkpoint.
             state: Content of state.json.
             best: Step of the best checkpoint, which is never removed.
-            hold: Hold the snapshot in memory instead of writing it.
+            hold: True to hold the snapshot in memory instead of writing the checkpoint.
         """
         self.wait()
         self.held = None
         snapshots = self.training.take()
-        self.running.append(self.thread.submit(self._gather, step))
+        self.running.append(self.thread.submit(self._gather_snapshots, step))
         if self.folder:
             self.held = (step, snapshots, state, best)
             if not hold:
                 self.write_held()
 
     def write_held(self, after_s: float = 0.0) -> None:
-        """Start to write a held snapshot, unless the last write began less than after_s seconds ago."""
+        """Start writing the held snapshot unless the last write began less than after_s seconds ago."""
         if self.held and not self.problem and self.since_write_s() >= after_s:
-            self.running.append(self.thread.submit(self._write, *self.held))
+            self.running.append(self.thread.submit(self._write_checkpoint, *self.held))
             self.held = None
             self.written_at = time.monotonic()
 
@@ -102,21 +106,21 @@ class Saver:
         if not futures.wait(self.running, wait_s).not_done:
             finished, self.running = self.running, []
             for future in finished:
-                future.result()  # raises an unexpected error
+                future.result()  # re-raise an unexpected error
         return not self.running
 
-    def _gather(self, step: int) -> None:
+    def _gather_snapshots(self, step: int) -> None:
         try:
             self.training.gather()
             self.gathered = step
         except NotGathered as error:
             time.sleep(FIRST_CAUSE_S)
-            self._fail(step, f"gathered: {error}", "Run the same command to resume")
+            self._record_failure(step, f"gathered: {error}", "Run the same command again to resume training")
 
-    def _write(
+    def _write_checkpoint(
         self, step: int, snapshots: dict[str, Snapshot], state: dict[str, Any], best: int | None
     ) -> None:
-        assert self.folder, "only the main process writes"
+        assert self.folder, "only the main process writes checkpoints"
         parent = self.folder / "checkpoints"
         try:
             if self.gathered != step:
@@ -129,26 +133,26 @@ class Saver:
                 checkpoints.remove(parent / step_name(step))
             checkpoints.commit(parent, step, snapshots, state, self.about)
             self.committed = step
-            if self.lost():  # another run took over during the write
+            if self.lost():  # another run took over the folder during the write
                 return
             checkpoints.write_step_index(parent, step, best)
-            needed = set()
+            steps_to_upload = set()
             if self.mirror:
                 self.mirror.offer(step, best)
-                needed = self.mirror.needs()
-            steps = {s for s in steps_in(parent) if s <= step}
-            for old in steps - to_keep(steps, best, self.keep_every) - needed:
-                _try_to_remove(parent / step_name(old))
+                steps_to_upload = self.mirror.needs()
+            steps = {saved_step for saved_step in steps_in(parent) if saved_step <= step}
+            for old_step in steps - to_keep(steps, best, self.keep_every) - steps_to_upload:
+                _try_to_remove(parent / step_name(old_step))
         except OSError as error:
-            self._fail(
+            self._record_failure(
                 step,
                 f"written to {parent}: {error.strerror or error} ({free_space(self.folder, error)})",
-                "Free some space, or move the folder and set --output_dir to its new path. Then run the same"
-                " command to resume",
+                "Free some disk space, or move the run folder and set --output_dir to the new path. Then run"
+                " the command again to resume training",
             )
 
-    def _fail(self, step: int, reason: str, advice: str) -> None:
-        """Set self.problem. `reason` completes the sentence "The checkpoint can't be ..."."""
+    def _record_failure(self, step: int, reason: str, advice: str) -> None:
+        """Record the first failure. `reason` completes the sentence "The checkpoint can't be ..."."""
         latest = max(steps_in(self.folder / "checkpoints"), default=None) if self.folder else None
         earlier = (
             "There is no earlier checkpoint"
@@ -160,11 +164,11 @@ class Saver:
 
 
 def _try_to_remove(folder: Path) -> None:
-    """Remove an old checkpoint.
+    """Remove an old checkpoint, or print a warning if some of its files can't be removed.
 
-    A later call removes leftovers, such as files that are open over NFS.
+    A later call removes the remaining files, for example files that were open over NFS.
     """
     try:
         checkpoints.remove(folder)
     except OSError as error:
-        log.warning(f"warning: {folder} can't be removed: {error.strerror or error}")
+        log.warning(f"warning: the checkpoint {folder} can't be removed: {error.strerror or error}")

@@ -1,4 +1,4 @@
-"""Stores a checkpoint file's tensors in a CPU buffer, and writes the file from this snapshot."""
+"""Stores a checkpoint file's tensors in a CPU buffer, and writes the file from this buffer."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ DTYPE_NAMES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torc
 DTYPE_NAMES |= {torch.uint8: "U8", torch.bool: "BOOL"}
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
-Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shape
+Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # tensor name -> dtype and shape
 
 
 class Snapshot:
@@ -28,36 +28,40 @@ class Snapshot:
     The buffer has the same layout as the file, so a write needs no further copy.
 
     Args:
-        specs: Dtype and shape of each tensor by name.
-        pinned: Page-lock the buffer. Requires CUDA.
+        specs: Dtype and shape of each tensor, by tensor name.
+        pinned: True to page-lock the buffer, which requires CUDA.
         pause: Function that is called after each chunk of a write, with the chunk's CPU time in seconds.
     """
 
     def __init__(self, specs: Specs, pinned: bool, pause: Callable[[float], None] = lambda _: None):
         self.specs, self.pause = specs, pause
         sizes = {name: dtype.itemsize * torch.Size(shape).numel() for name, (dtype, shape) in specs.items()}
-        self.buffer = _empty(sum(sizes.values()))
+        self.buffer = _allocate_pages(sum(sizes.values()))
         if pinned and len(self.buffer):
-            _pin(self.buffer)
+            _page_lock(self.buffer)
             # finalize() keeps the buffer alive until it is unpinned. At process exit, the driver unpins the
             # buffer.
-            weakref.finalize(self, _unpin, self.buffer).atexit = False
+            weakref.finalize(self, _release_page_lock, self.buffer).atexit = False
         self.views: dict[str, Tensor] = {}
-        header, start = {}, 0
-        # This order of the tensors aligns each tensor to its item size.
+        header, start_byte = {}, 0
+        # Sorting the tensors by item size aligns each tensor to its item size.
         by_size = sorted(specs, key=lambda name: -specs[name][0].itemsize)
         for name in by_size:
             dtype, shape = specs[name]
-            end = start + sizes[name]
-            self.views[name] = self.buffer[start:end].view(dtype).view(shape)
-            header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-            start = end
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self.header = len(text).to_bytes(8, "little") + text
+            end_byte = start_byte + sizes[name]
+            self.views[name] = self.buffer[start_byte:end_byte].view(dtype).view(shape)
+            header[name] = {
+                "dtype": DTYPE_NAMES[dtype],
+                "shape": list(shape),
+                "data_offsets": [start_byte, end_byte],
+            }
+            start_byte = end_byte
+        header_json = json.dumps(header, separators=(",", ":")).encode()
+        header_json += b" " * (-len(header_json) % 8)
+        self.header = len(header_json).to_bytes(8, "little") + header_json
 
     def write(self, path: Path) -> dict[str, Any]:
-        """Write the file and sync it to disk. Return the file's size in bytes and its SHA-256."""
+        """Write the safetensors file and sync it to disk. Return the file's size in bytes and SHA-256."""
         return write_chunks(path, self._chunks())
 
     def _chunks(self) -> Iterator[bytes | memoryview]:
@@ -69,23 +73,25 @@ class Snapshot:
             self.pause(time.thread_time() - began_s)
 
 
-def _empty(size: int) -> Tensor:
-    """Allocate uint8 [size] in memory pages that contain no other data."""
+def _allocate_pages(size: int) -> Tensor:
+    """Allocate a uint8 tensor of `size` bytes in memory pages that contain no other data."""
     pages = torch.empty(size + 2 * mmap.PAGESIZE, dtype=torch.uint8)
     start = -pages.data_ptr() % mmap.PAGESIZE
     return pages[start : start + size]
 
 
-def _pin(buffer: Tensor) -> None:
+def _page_lock(buffer: Tensor) -> None:
     """Page-lock the buffer. torch's pinned allocator would round the size up to a power of two."""
     size = -(-buffer.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    for_all_contexts = 1  # cudaHostRegisterPortable
+    for_all_contexts = 1  # value of cudaHostRegisterPortable
     status = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, for_all_contexts))
     if status:
-        raise RuntimeError(f"CUDA could not page-lock {size:,} bytes for checkpoints (error {status})")
+        raise RuntimeError(
+            f"CUDA could not page-lock {size:,} bytes of CPU memory for checkpoints (CUDA error {status})"
+        )
 
 
-def _unpin(buffer: Tensor) -> None:
+def _release_page_lock(buffer: Tensor) -> None:
     torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
 
 

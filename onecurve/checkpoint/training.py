@@ -1,4 +1,4 @@
-"""Copies a run's tensors into snapshots, and tensors from a checkpoint to all ranks.
+"""Copies a run's tensors into snapshots, and copies tensors from a checkpoint to all ranks.
 
 take() copies each rank's part of the tensors into CPU memory. gather() sends all parts to the main process.
 Therefore, each rank needs additional CPU memory for its part, and the main process needs memory for the whole
@@ -30,13 +30,17 @@ if TYPE_CHECKING:
 
 
 class TrainingState:
-    """Prepared model, optimizer, EMA and loss scale. Collective.
+    """Model, optimizer, EMA and loss scale of a run, which this class saves and restores.
 
-    Create this object before the first forward pass.
+    The constructor is collective and must be called before the model's first forward pass.
 
     Args:
-        classes: Names of the classes. Each row of a checkpoint's head is restored to the class with the same
-            name.
+        accelerator: The started Accelerator.
+        model: The prepared model.
+        optimizer: The prepared optimizer.
+        ema: The EMA of the weights, or None.
+        classes: Names of the run's classes. Each row of a checkpoint's head is restored to the class with the
+            same name.
 
     Raises:
         ValueError: If the optimizer's state can't be saved, or the strategy changes the optimizer's update.
@@ -52,7 +56,8 @@ class TrainingState:
     ):
         self.accelerator, self.ema, self.classes = accelerator, ema, classes
         self.layout = layout_of(model, optimizer)
-        same_bits = getattr(accelerator, "exact_sum", None) is not None  # set with --deterministic
+        # An accelerator's exact_sum is set only with --deterministic.
+        same_bits = getattr(accelerator, "exact_sum", None) is not None
         self.optimizer = OptimizerState(self.layout, same_bits)
         self.gathering = Gather(self.layout)
         self.snapshots: dict[str, Snapshot] = {}
@@ -61,19 +66,22 @@ class TrainingState:
     # --- Save
 
     def expected(self) -> dict[str, Specs]:
-        """Return the dtype and shape of every tensor by file. Main thread only: modules may change."""
-        return self._specs(self.optimizer.expected())
+        """Return the dtypes and shapes of all tensors, by file name.
+
+        Only the main thread may call this method, because the main thread may change modules at any time.
+        """
+        return self._specs_by_file(self.optimizer.expected())
 
     def allocate(self, expected: dict[str, Specs]) -> None:
         """Allocate the snapshots before the first take(), because allocation takes longer than copying.
 
-        Any thread may call this method. The saver's thread calls it first.
+        Any thread may call this method. The saver's thread calls this method first.
         """
-        if self.accelerator.device.type == "cuda":  # each new thread uses the host's first GPU by default
-            # The index is None with a single process
+        if self.accelerator.device.type == "cuda":  # a new thread uses the host's first GPU by default
+            # In a job with a single process, the device's index is None.
             torch.cuda.set_device(self.accelerator.device.index or 0)
         for file, specs in expected.items():
-            self._snapshot(file, specs).buffer.zero_()
+            self._snapshot_for(file, specs).buffer.zero_()
 
     @torch.no_grad()
     def take(self) -> dict[str, Snapshot]:
@@ -91,9 +99,9 @@ class TrainingState:
         }
         if self.ema:
             files[checkpoints.EMA_FILE] = chain(untrained, layout.own(self.ema.averages))
-        specs = self._specs(optimizer_specs)
+        specs = self._specs_by_file(optimizer_specs)
         for file, tensors in files.items():
-            views = self.gathering.local_views(self._snapshot(file, specs[file]))
+            views = self.gathering.local_views(self._snapshot_for(file, specs[file]))
             for name, tensor in tensors:
                 if name in views:
                     views[name].view(tensor.shape).copy_(tensor, non_blocking=True)
@@ -104,7 +112,11 @@ class TrainingState:
         return self.snapshots
 
     def gather(self) -> None:
-        """Complete the main process's snapshots. Every rank calls this in a thread. May raise NotGathered."""
+        """Complete the main process's snapshots. Every rank calls this method in a background thread.
+
+        Raises:
+            NotGathered: If a rank does not answer.
+        """
         self.wait_until_copied()
         self.gathering.run(self.snapshots)
 
@@ -113,35 +125,42 @@ class TrainingState:
             self.copied.synchronize()
 
     def is_copied(self) -> bool:
-        """Return True if the copies are complete. Do not wait, and return False after a device error."""
+        """Return True if take()'s copies are complete, without waiting. A device error results in False."""
         try:
             return self.copied is None or self.copied.query()
         except RuntimeError:
             return False
 
     def scalars(self) -> dict[str, Any]:
-        """Return the optimizer's scalars and the fp16 loss scale, for state.json. Collective."""
+        """Return the optimizer's scalars and the fp16 loss scale, for state.json.
+
+        This method is collective.
+        """
         return {"optimizer": self.optimizer.scalars(), "loss_scale": self._loss_scale()}
 
     def about(self) -> dict[str, Any]:
         """Return the optimizer's class and the names of its state tensors and scalars, for the manifest."""
         return {"optimizer": self.optimizer.about()}
 
-    def _specs(self, optimizer: Specs) -> dict[str, Specs]:
-        """Return the dtype and shape of every tensor by file. `optimizer`: specs of the optimizer's file."""
+    def _specs_by_file(self, optimizer: Specs) -> dict[str, Specs]:
+        """Return the dtypes and shapes of all tensors, by file name.
+
+        Args:
+            optimizer: Dtypes and shapes of the optimizer's tensors.
+        """
         parameters = {name: (torch.float32, shape) for name, shape in self.gathering.shapes.items()}
         buffers = {
-            name: (_stored(tensor.dtype), tuple(tensor.shape))
+            name: (_stored_dtype(tensor.dtype), tuple(tensor.shape))
             for name, tensor in self.layout.buffers().items()
         }
-        model = buffers | parameters
-        specs = {checkpoints.MODEL_FILE: model, checkpoints.OPTIMIZER_FILE: optimizer}
-        return specs | ({checkpoints.EMA_FILE: model} if self.ema else {})
+        model_specs = buffers | parameters
+        specs = {checkpoints.MODEL_FILE: model_specs, checkpoints.OPTIMIZER_FILE: optimizer}
+        return specs | ({checkpoints.EMA_FILE: model_specs} if self.ema else {})
 
-    def _snapshot(self, file: str, specs: Specs) -> Snapshot:
-        """Return the snapshot for this rank's part of the file.
+    def _snapshot_for(self, file: str, specs: Specs) -> Snapshot:
+        """Return the snapshot for this rank's part of the file's tensors.
 
-        Create a new snapshot if dtypes or shapes have changed.
+        If dtypes or shapes have changed, this method creates a new snapshot.
         """
         specs = self.gathering.local_specs(specs)
         if file not in self.snapshots or self.snapshots[file].specs != specs:
@@ -158,12 +177,17 @@ class TrainingState:
         buffers = {name: tuple(tensor.shape) for name, tensor in self.layout.buffers().items()}
         TensorFile(folder / checkpoints.MODEL_FILE).expect(shapes | buffers)
         if (folder / checkpoints.EMA_FILE).exists() != (self.ema is not None):
-            raise ValueError(f"{folder} has {'no' if self.ema else 'an'} EMA, unlike this recipe")
+            has_ema, uses_ema = ("no", "uses") if self.ema else ("an", "does not use")
+            raise ValueError(f"{folder} contains {has_ema} EMA, but this recipe {uses_ema} an EMA")
         if self.ema:
             TensorFile(folder / checkpoints.EMA_FILE).expect(shapes | buffers)
 
     def match(self, checkpoint: Checkpoint) -> ClassMatch:
-        """Match this run's classes with the checkpoint's classes. Raise ValueError unless they agree."""
+        """Match this run's classes with the checkpoint's classes.
+
+        Raises:
+            ValueError: If the run and the checkpoint do not have the same class names.
+        """
         names = checkpoint.manifest.get("classes") if self.classes else ()
         match = match_classes(names or self.classes, self.classes)
         if not match.is_permutation:
@@ -172,23 +196,27 @@ class TrainingState:
                 f"{side}: {some_of(classes, SHOWN)}" for side, classes in names_by_side.items() if classes
             )
             raise ValueError(
-                f"{checkpoint.folder} was trained on other classes ({differences}). A resumed run keeps its"
-                " classes. train_vit.py --weights starts a new run and keeps the rows of known classes."
+                f"{checkpoint.folder} was trained on different classes ({differences}). A resumed run can't"
+                " change its classes. To start a new run with the head rows of known classes, use"
+                " train_vit.py --weights."
             )
         return match
 
     def moved_rows(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
-        """Map each head parameter to the checkpoint's row for each class. Return {} if the order is equal."""
+        """Map each head parameter's name to the checkpoint's row for each class.
+
+        If the classes have the same order in this run, the result is {}.
+        """
         if (match := self.match(checkpoint)).is_identity:
             return {}
-        from onecurve.models.timm_models import head_layers  # needed only if the order differs
+        from onecurve.models.timm_models import head_layers  # imported only if the order differs
 
         heads, shapes = head_layers(self.layout.module), self.gathering.shapes
         names = [name for name in shapes if name.rpartition(".")[0] in heads]
         if not names or any(shapes[name][:1] != (len(self.classes),) for name in names):
             raise ValueError(
-                f"{checkpoint.folder} has the classes in another order, and its model has no head with one"
-                " row per class. Use data with the classes in the checkpoint's order."
+                f"{checkpoint.folder} lists the classes in a different order, but the model has no head with"
+                " one row per class to reorder. Use data with the checkpoint's class order."
             )
         return dict.fromkeys(names, torch.from_numpy(match.labels))
 
@@ -196,71 +224,79 @@ class TrainingState:
     def restore(
         self, checkpoint: Checkpoint | None, state: dict[str, Any], with_optimizer: bool = True
     ) -> None:
-        """Restore the tensors and scalars of a checkpoint. Collective.
+        """Restore the tensors and scalars of a checkpoint. This method is collective.
 
         Args:
-            checkpoint: Checkpoint on the main process, which broadcasts the tensors; None on other ranks.
+            checkpoint: The checkpoint on the main process, or None on other ranks. The main process
+                broadcasts the tensors.
             state: Scalars saved with the checkpoint, as returned by scalars().
             with_optimizer: True to restore the optimizer's state. Otherwise, the optimizer starts without
                 state.
         """
         if with_optimizer:
-            send, specs = self._sender(checkpoint, checkpoints.OPTIMIZER_FILE)
+            send, specs = self._make_sender(checkpoint, checkpoints.OPTIMIZER_FILE)
             self.optimizer.restore(broadcast_object_list([specs])[0], state, send)
         if self.ema:
-            send, _ = self._sender(checkpoint, checkpoints.EMA_FILE)
+            send, _ = self._make_sender(checkpoint, checkpoints.EMA_FILE)
             self.layout.fill(self.layout.own(self.ema.averages), send)
         self._restore_model(checkpoint, checkpoints.MODEL_FILE)
         self._set_loss_scale(state["loss_scale"])
 
     @torch.no_grad()
     def restore_evaluated(self, checkpoint: Checkpoint | None) -> None:
-        """Load the checkpoint's EMA, or its weights if it has no EMA, into the model. Collective.
+        """Load the checkpoint's EMA into the model, or the weights if the checkpoint contains no EMA.
 
-        Call this method only after the last step, because the optimizer and the EMA keep their state.
-        `checkpoint` is the same argument as in restore().
+        This method is collective. Call this method only after the last step, because the optimizer and the
+        EMA keep their current state.
+
+        Args:
+            checkpoint: The checkpoint on the main process, or None on other ranks.
         """
         self._restore_model(checkpoint, checkpoints.EMA_FILE if self.ema else checkpoints.MODEL_FILE)
 
     def _restore_model(self, checkpoint: Checkpoint | None, file: str) -> None:
-        """Restore the model's parameters from this file, and its buffers from the file of raw weights."""
-        layout, (send, _) = self.layout, self._sender(checkpoint, checkpoints.MODEL_FILE)
+        """Restore the model's parameters from the given file, and buffers from the raw weights' file."""
+        layout, (send, _) = self.layout, self._make_sender(checkpoint, checkpoints.MODEL_FILE)
         for name, buffer in layout.buffers().items():
-            buffer.copy_(send(name, buffer.shape, _stored(buffer.dtype)))
-        send, _ = self._sender(checkpoint, file)
+            buffer.copy_(send(name, buffer.shape, _stored_dtype(buffer.dtype)))
+        send, _ = self._make_sender(checkpoint, file)
         layout.fill(chain(layout.own(layout.local), layout.own_frozen()), send)
         layout.sync()
 
-    def _sender(
+    def _make_sender(
         self, checkpoint: Checkpoint | None, file_name: str
     ) -> tuple[Callable[..., Tensor], Specs | None]:
         """Return send() and, on the main process, the dtypes and shapes of the tensors in the file.
 
-        send(name, shape, dtype) broadcasts a tensor from the main process to each device. The defaults are
-        the parameter's shape and fp32. Rows of the head are reordered to match the order of the classes.
+        send(name, shape, dtype) broadcasts a tensor from the main process to each device. By default, send()
+        uses the parameter's shape and fp32. send() reorders the rows of the head to match the order of this
+        run's classes.
         """
         shapes, device = self.gathering.shapes, self.accelerator.device
-        file = TensorFile(checkpoint.folder / file_name) if checkpoint else None
-        rows = self.moved_rows(checkpoint) if checkpoint else {}
+        tensor_file = TensorFile(checkpoint.folder / file_name) if checkpoint else None
+        row_orders = self.moved_rows(checkpoint) if checkpoint else {}
 
         def send(
             name: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype = torch.float32
         ) -> Tensor:
-            if file:
-                tensor, parameter = file.tensor(name), name.partition("/")[0]
-                if parameter in rows and tensor.shape == shapes[parameter]:
-                    tensor = tensor[rows[parameter]]
+            if tensor_file:
+                tensor, parameter = tensor_file.tensor(name), name.partition("/")[0]
+                if parameter in row_orders and tensor.shape == shapes[parameter]:
+                    tensor = tensor[row_orders[parameter]]
                 tensor = tensor.to(device, dtype)
             else:
                 tensor = torch.empty(shapes[name] if shape is None else shape, dtype=dtype, device=device)
             return broadcast(tensor)
 
-        return send, file.specs() if file else None
+        return send, tensor_file.specs() if tensor_file else None
 
     # --- fp16
 
     def _loss_scale(self) -> dict[str, float] | None:
-        """Return the fp16 loss scale and the steps since the last overflow, or None in other precisions."""
+        """Return the fp16 loss scale and the number of steps since the last overflow.
+
+        Without fp16, the result is None.
+        """
         zero_scale, scaler = deepspeed_.zero_loss_scale(self.layout.optimizer), self.accelerator.scaler
         if zero_scale is None and scaler is None:
             return None
@@ -268,7 +304,10 @@ class TrainingState:
         return {"scale": scale, "good_steps": good_steps}
 
     def _set_loss_scale(self, saved: dict[str, float] | None) -> None:
-        """Restore the loss scale from any strategy. Only the scale's growth rate depends on the strategy."""
+        """Restore the loss scale, which may have been saved under a different strategy.
+
+        Only the growth rate of the loss scale depends on the strategy.
+        """
         if saved is None:
             return
         scale, good_steps = saved["scale"], int(saved["good_steps"])
@@ -278,5 +317,5 @@ class TrainingState:
             torch_.set_loss_scale(self.accelerator.scaler, scale, good_steps)
 
 
-def _stored(dtype: torch.dtype) -> torch.dtype:
+def _stored_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point else dtype

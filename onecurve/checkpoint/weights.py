@@ -1,7 +1,7 @@
 """Loads weights of trained models from runs, checkpoints, files and the hub, for use or fine-tuning.
 
-timm's loader adapts the weights to the model. It resamples the position embeddings if the number of patches
-differs, and the patch embedding if the patch size differs.
+timm's loader adapts the weights to the model. The loader resamples the position embeddings if the number of
+patches differs, and the patch embedding if the patch size differs.
 """
 
 import contextlib
@@ -58,41 +58,44 @@ from onecurve.system.paths import shortest
 from onecurve.system.text import plural, printable
 from onecurve.system.threads import Heartbeat
 
-if TYPE_CHECKING:  # at runtime, imported lazily
+if TYPE_CHECKING:  # imported lazily at runtime
     from onecurve.system.s3 import ObjectStore
 
-# Python code for a command that converts a pickle. Only the user runs this command. timm prefers averaged
-# weights in a checkpoint, and allows torch to load only tensors.
+# Python code of a command that converts a pickle file to safetensors. Only the user runs this command. timm
+# prefers averaged weights in a checkpoint, and allows torch to load only tensors.
 CONVERT = (
     "import sys; from timm.models import load_state_dict as load; from safetensors.torch import save_file;"
     " save_file({n: t.clone().contiguous() for n, t in load(sys.argv[1]).items()}, sys.argv[2])"
 )
-WRAPPERS = ("_orig_mod.", "module.", "model.")  # prefixes of names from torch.compile, DDP and Lightning
+# Prefixes of tensor names under torch.compile, DDP and Lightning
+WRAPPERS = ("_orig_mod.", "module.", "model.")
 TRAINED_BY = "trained_by"  # key in the config.json of a folder written by export.py
-PICKLES = (b"PK", b"\x80")  # first bytes of torch's new and old file formats
-_open_files: dict[str, TensorFile] = {}  # files that find() opened and that are not loaded yet, by path
+PICKLES = (b"PK", b"\x80")  # first bytes of files in torch's new and old formats
+# Weight files that find() has opened and nobody has loaded yet, by path
+_open_files: dict[str, TensorFile] = {}
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """Location of a model's weights, with facts from the checkpoint's manifest.
+    """Model weights on the local disk, with facts from the checkpoint's manifest.
 
-    For a single file, only the first three fields and possibly `classes` are set.
+    For a weight file without a manifest, only the first three fields and possibly `classes` are set.
     """
 
-    weights: str  # path of the file on the local disk
-    name: str  # displayed to users
+    weights: str  # path of the weight file on the local disk
+    name: str  # displayed name of the model
     reports: str  # folder for reports about the model
     step: int | None = None
-    script: str | None = None  # name of the script that trained the model
+    script: str | None = None  # name of the train script
     recipe: dict[str, Any] | None = None
     classes: list[str] | None = None
-    accuracy: float | None = None  # accuracy of these weights in the evaluation during training
-    cropped: bool | None = None  # True if evaluations cropped the images, None if unknown
-    preprocessing: dict[str, Any] | None = None  # record of a DataConfig; None for earlier versions
-    names: list[list[str]] | None = None  # all names of each class, if data sets may use several
-    published: int = 0  # number of classes if timm published the weights; 0 for a script's weights
-    note: str = ""  # displayed to users
+    accuracy: float | None = None  # accuracy of these weights in the last evaluation during training
+    cropped: bool | None = None  # True if evaluations cropped the images; None if unknown
+    # Record of a DataConfig, or None if an earlier version wrote the checkpoint
+    preprocessing: dict[str, Any] | None = None
+    names: list[list[str]] | None = None  # all names of each class, if data sets use several names
+    published: int = 0  # number of classes if timm published the weights; otherwise 0
+    note: str = ""  # note for users about the model
 
     @property
     def run_name(self) -> str:
@@ -102,45 +105,45 @@ class TrainedModel:
 
 
 def find(location: str, which: str, scratch: Path, heartbeat: Heartbeat) -> TrainedModel:
-    """Find the model at a location.
+    """Find the model at a location. If a checkpoint contains averaged weights, these weights are preferred.
 
     A run in progress may replace its checkpoint during the search. In this case, the search starts again. The
-    weight file stays open until load_trained() reads it. Averaged weights are preferred.
+    weight file stays open until load_trained() reads the weights.
 
     Args:
         location: Run folder, s3:// prefix of a run, checkpoint folder, folder written by export.py, or
             .safetensors file.
-        which: `best` or `latest` checkpoint of a run.
+        which: Checkpoint to select from a run, either `best` or `latest`.
         scratch: Folder for downloads.
-        heartbeat: Function that is called about every second.
+        heartbeat: Function that is called about once per second.
 
     Raises:
-        ValueError: If there is no model at the location, or its checkpoint fails verification.
+        ValueError: If the location does not contain a model, or if the model's checkpoint fails verification.
     """
     while True:
-        before = steps_in(Path(location) / "checkpoints")
+        steps_before = steps_in(Path(location) / "checkpoints")
         try:
-            trained = _find(location, which, scratch, heartbeat)
-            _open_files[trained.weights] = _open(Path(trained.weights))
+            trained = _find_once(location, which, scratch, heartbeat)
+            _open_files[trained.weights] = _open_weights(Path(trained.weights))
             return trained
         except ValueError:
-            if before == steps_in(Path(location) / "checkpoints"):
+            if steps_before == steps_in(Path(location) / "checkpoints"):
                 raise
 
 
-def _find(location: str, which: str, scratch: Path, heartbeat: Heartbeat) -> TrainedModel:
+def _find_once(location: str, which: str, scratch: Path, heartbeat: Heartbeat) -> TrainedModel:
     if location.startswith("s3://"):
         from onecurve.system.s3 import ObjectStore
 
         store = ObjectStore(location)
-        checkpoint = _download(store, which, scratch, heartbeat)
+        checkpoint = _download_checkpoint(store, which, scratch, heartbeat)
         reports = Path("validation") / store.url.rpartition("/")[2]
         name = f"{store.url}/checkpoints/{checkpoint.folder.name}"
-        return _described(checkpoint, reports, name, _preferred(checkpoint))
+        return _model_in_checkpoint(checkpoint, reports, name, _preferred_file(checkpoint))
     path = Path(location).resolve()
     file, local = _locate(path, which, heartbeat)
     if local is None and path.is_dir():
-        return _hub_model(path) or _exported(path)
+        return _hub_model(path) or _exported_model(path)
     if local is None:
         folder = str(Path("validation") / file.stem)
         names = [[name] if isinstance(name, str) else list(name) for name in _class_names(file) or ()]
@@ -148,17 +151,18 @@ def _find(location: str, which: str, scratch: Path, heartbeat: Heartbeat) -> Tra
         return TrainedModel(str(file), shortest(file), folder, classes=classes, names=names or None)
     is_in_run = local.folder.parent.name == "checkpoints"
     reports = local.folder.parents[1] / "validation" if is_in_run else Path("validation") / local.folder.name
-    return _described(local, reports, shortest(local.folder), file.name)
+    return _model_in_checkpoint(local, reports, shortest(local.folder), file.name)
 
 
 def _locate(path: Path, which: str, heartbeat: Heartbeat) -> tuple[Path, Checkpoint | None]:
-    """Return the weight file at a local path and its verified checkpoint, or None without a checkpoint.
+    """Return the weight file at a local path, and the file's verified checkpoint or None.
 
-    which: `best` or `latest` checkpoint of a run. `any` selects the best checkpoint, or the newest intact one
-    if the best is missing.
+    Args:
+        which: Checkpoint to select from a run. `any` selects the best checkpoint, or the newest intact
+            checkpoint if the best checkpoint is missing.
     """
     if not path.exists():
-        raise ValueError(f"{path}: there is no such folder or file")
+        raise ValueError(f"{path} does not exist")
     if not path.is_dir():
         is_in_checkpoint = step_of(path.parent.name) is not None and (path.parent / MANIFEST_FILE).exists()
         return path, verify(path.parent, heartbeat) if is_in_checkpoint else None
@@ -170,13 +174,13 @@ def _locate(path: Path, which: str, heartbeat: Heartbeat) -> tuple[Path, Checkpo
         return path / MODEL_FILE, None
     else:
         raise ValueError(
-            f"{path} contains neither checkpoints nor {MODEL_FILE}. Pass a file or the folder of a run."
+            f"{path} contains neither checkpoints nor {MODEL_FILE}. Pass a weight file or a run folder."
         )
-    return checkpoint.folder / _preferred(checkpoint), checkpoint
+    return checkpoint.folder / _preferred_file(checkpoint), checkpoint
 
 
-def _exported(folder: Path) -> TrainedModel:
-    """Return the model in a folder written by export.py. Read config.json and weights, but run no code."""
+def _exported_model(folder: Path) -> TrainedModel:
+    """Return the model in a folder written by export.py, without running any code from the folder."""
     try:
         origin = read_json(folder / CONFIG)[TRAINED_BY]
         script, recipe = str(origin["script"]), dict(origin["recipe"])
@@ -184,7 +188,7 @@ def _exported(folder: Path) -> TrainedModel:
     except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(
             f"{folder / CONFIG} describes neither a timm model nor the training that produced the weights."
-            " Export the model again."
+            " Export the model again with export.py."
         ) from None
     reports = str(Path("validation") / folder.name)
     facts = script, recipe, classes, None, *map(origin.get, ("cropped", "preprocessing", "names"))
@@ -192,10 +196,10 @@ def _exported(folder: Path) -> TrainedModel:
 
 
 def _class_names(file: Path) -> list[str] | list[tuple[str, ...]] | None:
-    """Return the class names for a weight file from the config.json in the same folder.
+    """Return a weight file's class names, from the config.json in the same folder.
 
-    export.py and timm write the names into this file. For timm models without names, ImageNet's names are
-    used.
+    export.py and timm write class names into config.json. If a timm model has no class names, the function
+    returns ImageNet's class names.
     """
     with contextlib.suppress(OSError, ValueError):
         if published := read_published(file.parent):
@@ -207,35 +211,38 @@ def _class_names(file: Path) -> list[str] | list[tuple[str, ...]] | None:
 
 
 def _hub_model(folder: Path) -> TrainedModel | None:
-    """Return the timm model in a folder with the hub's layout, or None for a model from our scripts."""
+    """Return the timm model in a folder with the hub's layout, or None for a train script's own model."""
     published = read_published(folder)
     if published is None or TRAINED_BY in read_json(folder / CONFIG):
         return None
     reports = str(Path("validation") / folder.name)
-    return _published(TrainedModel(str(folder / MODEL_FILE), shortest(folder), reports), published)
+    return _describe_published(TrainedModel(str(folder / MODEL_FILE), shortest(folder), reports), published)
 
 
 def of_model(trained: TrainedModel, name: str) -> TrainedModel:
-    """Describe a single weight file as a timm model. Raise ValueError for a model without classes."""
+    """Describe a weight file as a timm model. Raise ValueError if the model predicts no classes."""
     shapes = _open_files[trained.weights].shapes()
-    head = f"{_wrapper(list(shapes))}{head_names(name)[0]}.weight"
+    head = f"{_wrapper_prefix(list(shapes))}{head_names(name)[0]}.weight"
     published = dataclasses.replace(of_name(name), classes=(shapes.get(head) or (0,))[0])
-    return _published(trained, published)
+    return _describe_published(trained, published)
 
 
-def _published(trained: TrainedModel, published: Published) -> TrainedModel:
-    """Describe weights published by timm as a model that train_vit.py builds."""
+def _describe_published(trained: TrainedModel, published: Published) -> TrainedModel:
+    """Describe weights published by timm as a model that train_vit.py can build."""
     if not published.classes:
         raise ValueError(
-            f"{trained.name} has no head, so it predicts no classes. Train a head with --weights."
+            f"{trained.name} has no classification head, so the model can't predict classes. Train a head"
+            " with train_vit.py --weights."
         )
     if unknown := published.arguments.keys() - KNOWN_ARGUMENTS:
-        raise ValueError(f"{trained.name}: its config.json has the unknown argument {unknown.pop()}")
+        raise ValueError(
+            f"{trained.name}: config.json contains the unsupported model argument {unknown.pop()}"
+        )
     recipe: dict[str, Any] = {"model": published.architecture, "image_size": published.image_size}
-    recipe |= {name: n for name in ("patch_size", "depth") if (n := published.arguments.get(name))}
+    recipe |= {name: value for name in ("patch_size", "depth") if (value := published.arguments.get(name))}
     recipe |= {"drop_path": 0.0, "dropout": 0.0}
-    rows = class_names(published)
-    names = None if rows is None else [list(row) for row in rows]
+    class_rows = class_names(published)
+    names = None if class_rows is None else [list(row) for row in class_rows]
     return dataclasses.replace(
         trained,
         script="train_vit",
@@ -252,47 +259,55 @@ def _published(trained: TrainedModel, published: Published) -> TrainedModel:
 def open_script(
     trained: TrainedModel, file: str | None, words: list[str]
 ) -> tuple[ModuleType, ImageRecipe, Path]:
-    """Return the script that trained the model, its recipe as changed by flags, and the script's file.
+    """Return the train script's module, the model's recipe with the flags' changes, and the script's file.
 
     Args:
-        file: The script's file. By default, the project's script that the manifest names.
+        trained: The trained model.
+        file: The script's file. The default is the project's script that the manifest names.
         words: Command-line flags that change the recipe.
 
     Raises:
         ValueError: If the script does not train an image classifier.
     """
     if file and not Path(file).is_file():
-        raise ValueError(f"--script {file}: there is no such file")
+        raise ValueError(f"--script {file} does not exist")
     try:
         path = Path(file) if file else own_script(trained.script)
         script = load_script(path)
-        cls = recipe_class(script)
-        if not issubclass(cls, ImageRecipe):
-            raise ValueError(f"{script.__name__} does not train an image classifier. Use a script that does.")
-        recipe = parse(cls, words, as_flags(trained.recipe or {}, cls)).resolved()
+        recipe_type = recipe_class(script)
+        if not issubclass(recipe_type, ImageRecipe):
+            raise ValueError(
+                f"{script.__name__} does not train an image classifier. Set --script to a script that trains"
+                " an image classifier."
+            )
+        recipe = parse(recipe_type, words, as_flags(trained.recipe or {}, recipe_type)).resolved()
         return script, recipe, path
     except ValueError as error:
         raise ValueError(f"{trained.name}: {error}") from None
 
 
 def load_trained(model: nn.Module, file: Path) -> None:
-    """Copy weights from a safetensors file into a model. Raise ValueError if names or shapes differ."""
-    weights, state = _open_files.pop(str(file), None) or TensorFile(file), model.state_dict()
-    weights.expect({name: tuple(tensor.shape) for name, tensor in state.items()})
-    model.load_state_dict({name: weights.tensor(name) for name in state})
+    """Copy weights from a file into a model. Raise ValueError if names or shapes of tensors differ."""
+    tensor_file, model_state = _open_files.pop(str(file), None) or TensorFile(file), model.state_dict()
+    tensor_file.expect({name: tuple(tensor.shape) for name, tensor in model_state.items()})
+    model.load_state_dict({name: tensor_file.tensor(name) for name in model_state})
 
 
 def load_weights(model: nn.Module, trained: TrainedModel, script: ModuleType, recipe: Any) -> None:
-    """Copy a trained model's weights into the script's model. Raise ValueError if the weights don't fit."""
+    """Copy a trained model's weights into the script's model.
+
+    Raises:
+        ValueError: If the weights do not match the script's model.
+    """
     if not trained.published:
         load_trained(model, Path(trained.weights))
     elif (classes := int(model.num_classes)) != trained.published:  # type: ignore[arg-type]  # timm's model
         raise ValueError(
-            f"{trained.name} has {trained.published:,} classes without names, but the data has {classes:,}"
-            " classes"
+            f"{trained.name} predicts {trained.published:,} classes without names, but the data contains"
+            f" {classes:,} classes"
         )
     else:
-        # timm's loader reads the file, because the loader may rename or resample tensors
+        # Let timm's loader read the file, because the loader may rename or resample tensors.
         del _open_files[trained.weights]
         recipe = dataclasses.replace(recipe, weights=trained.weights)
         model.load_state_dict(script.build_model(recipe, trained.published).state_dict())
@@ -301,7 +316,10 @@ def load_weights(model: nn.Module, trained: TrainedModel, script: ModuleType, re
 def load_everywhere(
     accelerator: Accelerator, model: nn.Module, load: Callable[[nn.Module], None], timeout_s: int
 ) -> None:
-    """Call load(model) on the main process and copy the weights to every rank's device. Collective."""
+    """Call load(model) on the main process, and copy the weights to every rank's device.
+
+    This function is collective.
+    """
     once(accelerator, "weights", lambda _: load(model), timeout_s)
     model.to(accelerator.device)
     broadcast(model.state_dict())
@@ -313,56 +331,67 @@ def _checkpoint_of_run(folder: Path, which: str, heartbeat: Heartbeat) -> Checkp
     if which != "latest" and (best := best_in(parent)):
         return verify(best, heartbeat)
     if which == "best":
-        raise ValueError(f"{shortest(folder)} does not contain its best checkpoint. Use --which latest.")
+        raise ValueError(
+            f"{shortest(folder)} does not contain the run's best checkpoint. Use --which latest to select the"
+            " newest checkpoint."
+        )
     checkpoint = newest(parent, heartbeat, ours=False)
-    assert checkpoint, "the folder has checkpoints"
+    assert checkpoint, "the folder contains checkpoints"
     return checkpoint
 
 
-def _preferred(checkpoint: Checkpoint) -> str:
+def _preferred_file(checkpoint: Checkpoint) -> str:
     """Return the file with the averaged weights, or with the raw weights if the checkpoint has no EMA."""
     return EMA_FILE if EMA_FILE in checkpoint.manifest["files"] else MODEL_FILE
 
 
-def _download(store: "ObjectStore", which: str, scratch: Path, heartbeat: Heartbeat) -> Checkpoint:
-    """Download the best checkpoint of a run in S3, or the newest intact one with `latest`."""
+def _download_checkpoint(store: "ObjectStore", which: str, scratch: Path, heartbeat: Heartbeat) -> Checkpoint:
+    """Download a run's best checkpoint from S3, or the newest intact checkpoint if `which` is `latest`."""
     from onecurve.checkpoint.mirror import fetch, fetch_newest
 
     if which == "latest":
         step = fetch_newest(store, scratch, -1, heartbeat)
         if step is None:
-            raise ValueError(f"{store.url} contains no checkpoint. Pass the prefix of a run.")
+            raise ValueError(f"{store.url} contains no checkpoints. Pass the S3 prefix of a run.")
     else:
         key = f"checkpoints/{INDEX_FILE}"
         content = store.read(key, JSON_LIMIT_BYTES)
         if content is None:
-            raise ValueError(f"{store.url} contains no run: {key} is missing")
+            raise ValueError(
+                f"{store.url} does not contain a run: {key} is missing. Pass the S3 prefix of a run."
+            )
         step = parse_step_index(content, f"{store.url}/{key}").get("best")
         if step is None:
-            raise ValueError(f"{store.url} does not contain its best checkpoint. Use --which latest.")
+            raise ValueError(
+                f"{store.url} does not contain the run's best checkpoint. Use --which latest to select the"
+                " newest checkpoint."
+            )
         try:
             fetch(store, step, scratch, heartbeat)
         except ValueError:
             if store.read(key, JSON_LIMIT_BYTES) == content:
                 raise
-            return _download(store, which, scratch, heartbeat)  # a run in progress has replaced it
+            # A run in progress has replaced the checkpoint
+            return _download_checkpoint(store, which, scratch, heartbeat)
     return verify(scratch / step_name(step), heartbeat)
 
 
-def _described(checkpoint: Checkpoint, reports: Path, name: str, file: str) -> TrainedModel:
-    """Return the model of a verified checkpoint. `file`: name of the weight file."""
+def _model_in_checkpoint(checkpoint: Checkpoint, reports: Path, name: str, file: str) -> TrainedModel:
+    """Return the model in a verified checkpoint. `file` is the name of the weight file."""
     manifest = checkpoint.manifest
     if file not in (EMA_FILE, MODEL_FILE) or file not in manifest["files"]:
-        raise ValueError(f"{name}/{file} does not contain a model. Use {name}/{MODEL_FILE}.")
+        raise ValueError(f"{name}/{file} does not contain a model. Pass {name}/{MODEL_FILE} instead.")
     recipe, classes, writer = (manifest.get(key) for key in ("recipe", "classes", "written_by"))
     script = writer.get("script") if isinstance(writer, dict) else None
     if not isinstance(recipe, dict) or not isinstance(classes, list) or not isinstance(script, str):
         raise ValueError(
-            f"{name}/{MANIFEST_FILE} does not describe the training, so it was not written by a train script"
+            f"{name}/{MANIFEST_FILE} does not describe a training run, so the checkpoint was not written by a"
+            " train script"
         )
     weights, accuracy = str(checkpoint.folder / file), None
     metric = "raw_accuracy" if EMA_FILE in manifest["files"] and file == MODEL_FILE else "accuracy"
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # state.json was not written by a run
+    # Not every state.json was written by a run
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         state = read_json(checkpoint.folder / STATE_FILE)
         accuracy = float(state["last"][metric]) if state["evaluated"] else None
     classes = [printable(name) for name in classes]
@@ -374,7 +403,7 @@ def _described(checkpoint: Checkpoint, reports: Path, name: str, file: str) -> T
 
 
 def pretrained_model(name: str, classes: int, **options: Any) -> nn.Module:
-    """Build the model with weights from the hub. The head is new if the number of classes differs.
+    """Build the model with weights from the hub. A different number of classes results in a new head.
 
     Raises:
         ValueError: If timm has no weights for the model, or the hub can't be reached.
@@ -384,8 +413,8 @@ def pretrained_model(name: str, classes: int, **options: Any) -> nn.Module:
     config = timm.get_pretrained_cfg(name)
     if config is None or not config.has_weights:
         raise ValueError(
-            f"--pretrained: timm has no weights for --model {name}. Choose another model, or use"
-            " --weights FILE."
+            f"--pretrained: timm provides no weights for --model {name}. Choose a different model, or load a"
+            " file with --weights FILE."
         )
     problem = hub_problem()
     try:
@@ -395,39 +424,41 @@ def pretrained_model(name: str, classes: int, **options: Any) -> nn.Module:
         command = f"run `hf download {config.hf_hub_id} {file} --local-dir .`"
         download = command if config.hf_hub_id else f"download {config.url}"
         raise ValueError(
-            f"--pretrained: the hub can't be reached ({problem or error}). On a machine with access,"
-            f" {download}. Then copy the file here and use --weights {file}."
+            f"--pretrained: the hub can't be reached ({problem or error}). On a machine with internet access,"
+            f" {download}. Then copy the file to this machine and use --weights {file}."
         ) from None
 
 
 def model_with_weights(
     name: str, location: Path, classes: int, names: Sequence[str] = (), **options: Any
 ) -> nn.Module:
-    """Build the model with saved weights. The head keeps the rows of classes that the file also names.
+    """Build the model with saved weights. The head keeps the rows of all classes that occur in the file.
 
     Args:
         name: timm model name.
-        location: A safetensors file, a checkpoint folder (the EMA is used if there is one), or a run folder
-            (the best checkpoint is used).
+        location: Safetensors file, checkpoint folder or run folder. A run folder selects the best checkpoint.
+            A checkpoint folder selects the EMA if the checkpoint contains an EMA.
         classes: Number of classes.
         names: Names of the classes. If these names or the names in the file are unknown, the head is kept if
             the numbers of classes are equal.
+        options: Keyword arguments of the model's constructor.
 
     Raises:
-        ValueError: If the weights don't fit. The message names the file and the difference.
+        ValueError: If the weights do not match the model. The error message names the file and the
+            difference.
     """
     import timm
 
     try:
         file, trained = _locate(location, "any", lambda: None)
-        weights = _open(file)
+        weights = _open_weights(file)
     except ValueError as error:
         raise ValueError(f"--weights {error}") from None
     shapes = weights.shapes()
     data = _stored_preprocessing(name, location, trained)
-    wrapper = _wrapper(list(shapes))
+    wrapper = _wrapper_prefix(list(shapes))
     heads = head_names(name)
-    # Number of classes in the file; 0 without a head
+    # Number of classes in the file, or 0 without a head.
     stored_count = (shapes.get(f"{wrapper}{heads[0]}.weight") or (0,))[0]
     tensors = {key.removeprefix(wrapper): weights.tensor(key) for key in shapes}
     source = {"state_dict": tensors, "num_classes": stored_count, "custom_load": False, "label_offset": 0}
@@ -438,30 +469,34 @@ def model_with_weights(
     except RuntimeError as error:
         if "loading state_dict" not in str(error):
             raise
-        first = re.sub('", ".*', '"', str(error).splitlines()[1].strip()).rstrip(".")
+        first_problem = re.sub('", ".*', '"', str(error).splitlines()[1].strip()).rstrip(".")
         recipe = trained.manifest.get("recipe") if trained else None
-        stored_model = f", {recipe['model']}" if isinstance(recipe, dict) and "model" in recipe else ""
+        stored_model = f" ({recipe['model']})" if isinstance(recipe, dict) and "model" in recipe else ""
         raise ValueError(
-            f"--weights {file} does not fit --model {name}: {first}. Use the --model of the weights"
-            f"{stored_model}"
+            f"--weights {file} does not match --model {name}: {first_problem}. Set --model to the"
+            f" architecture of the weights{stored_model}."
         ) from None
-    del model.pretrained_cfg["state_dict"]  # timm keeps a reference to the weights
-    notes = [f"the prefix {wrapper} is removed from all names"] if wrapper else []
-    notes += _resampled(model, tensors)
+    del model.pretrained_cfg["state_dict"]  # free the weights, which timm would keep
+    notes = [f"the prefix {wrapper} is removed from all tensor names"] if wrapper else []
+    notes += _resampling_notes(model, tensors)
     stored_classes = trained.manifest.get("classes") if trained else _class_names(file)
-    rows = None  # row of the stored head for each class
+    rows = None  # for each class, the row of the stored head
     if names and stored_classes and len(stored_classes) == stored_count:
         match = match_classes(stored_classes, names)
         rows = None if match.is_identity else match.labels
         if rows is not None:
-            kept, new = plural(len(match.known), "class"), plural(len(match.unknown), "class")
-            notes.append(f"the head keeps the rows of {kept}, matched by name, and has new rows for {new}")
+            kept_count, added = plural(len(match.known), "class"), plural(len(match.unknown), "class")
+            notes.append(
+                f"the head keeps the rows for {kept_count} with known names and adds rows for {added}"
+            )
     elif stored_count != classes:
         rows = np.full(classes, NEW)
-        notes.append(f"the head is new, for {classes:,} classes instead of {stored_count:,}")
+        notes.append(
+            f"a new head for {classes:,} classes replaces the file's head for {stored_count:,} classes"
+        )
     elif names:
         notes.append(
-            "the file does not name its classes, so they are assumed to be the data's classes, in that order"
+            "the file contains no class names, so the head's rows are assumed to be in the data's class order"
         )
     if rows is not None:
         _choose_rows(model, heads, rows)
@@ -472,9 +507,12 @@ def model_with_weights(
 
 @torch.no_grad()
 def _choose_rows(model: Any, heads: Sequence[str], rows: np.ndarray) -> None:
-    """Replace the model's head with a new head that keeps some rows of the current one.
+    """Replace the model's head with a new head that keeps some rows of the current head.
 
-    rows: int64 [classes]. For each class, the row of the current head, or NEW.
+    Args:
+        model: The timm model.
+        heads: Names of the head's layers.
+        rows: For each class, the row of the current head, or NEW for a new row (int64 [classes]).
     """
     from timm.models.vision_transformer import init_weights_vit_timm
 
@@ -488,24 +526,24 @@ def _choose_rows(model: Any, heads: Sequence[str], rows: np.ndarray) -> None:
             parameter[known] = parameters[name][torch.from_numpy(rows)[known]]
 
 
-def _resampled(model: nn.Module, tensors: dict[str, torch.Tensor]) -> list[str]:
+def _resampling_notes(model: nn.Module, tensors: dict[str, torch.Tensor]) -> list[str]:
     """Return a note that lists the tensors that timm resamples, for example position embeddings."""
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items() if "embed" in name}
     names = [name for name, shape in shapes.items() if name in tensors and tensors[name].shape != shape]
-    return [f"timm resamples {', '.join(names)} for this size"] if names else []
+    return [f"timm resamples {', '.join(names)} to match this model's size"] if names else []
 
 
 def own_image_size(name: str, location: str | None) -> int:
-    """Return the image size from the weights' folder, or else from timm's configuration of the model."""
+    """Return the image size from the config.json next to the weights, or from timm's configuration."""
     published = read_published(Path(location)) if location else None
     return published.image_size if published else registered(name).input_size[-1]
 
 
 def _stored_preprocessing(name: str, location: Path, trained: Checkpoint | None) -> dict[str, Any]:
-    """Return the preprocessing stored with the weights, under timm's keys.
+    """Return the preprocessing stored with the weights, with timm's keys.
 
     Raises:
-        ValueError: If the weights belong to another architecture.
+        ValueError: If the weights belong to a different architecture.
     """
     if trained:
         record = trained.manifest.get("preprocessing", {})
@@ -516,33 +554,37 @@ def _stored_preprocessing(name: str, location: Path, trained: Checkpoint | None)
         return {}
     if published.architecture != name.partition(".")[0]:
         raise ValueError(
-            f"--weights {shortest(location)} contains {published.architecture}, not {name}. Use --model"
-            f" {published.architecture}."
+            f"--weights {shortest(location)} contains a {published.architecture} model, but --model is"
+            f" {name}. Use --model {published.architecture}."
         )
     return published.data
 
 
-def _wrapper(names: list[str]) -> str:
-    """Return the prefix that model wrappers add to all names, for example `module._orig_mod.`."""
+def _wrapper_prefix(names: list[str]) -> str:
+    """Return the prefix that model wrappers add to all tensor names, for example `module._orig_mod.`."""
     prefix = ""
-    while more := next((w for w in WRAPPERS if names and all(n.startswith(prefix + w) for n in names)), ""):
-        prefix += more
+    while names:
+        longer_prefixes = (prefix + wrapper for wrapper in WRAPPERS)
+        shared = [longer for longer in longer_prefixes if all(name.startswith(longer) for name in names)]
+        if not shared:
+            break
+        prefix = shared[0]
     return prefix
 
 
-def _open(file: Path) -> TensorFile:
+def _open_weights(file: Path) -> TensorFile:
     try:
         weights = TensorFile(file)
     except ValueError:
         if not file.is_file():
             raise
-        with open(file, "rb") as opened:
-            first_bytes = opened.read(2)
+        with open(file, "rb") as binary_file:
+            first_bytes = binary_file.read(2)
         if not first_bytes.startswith(PICKLES):
             raise
         command = shlex.join(["python", "-c", CONVERT, str(file), str(file.with_suffix(".safetensors"))])
         raise ValueError(
-            f"{file} is a pickle, which can run code when it is read. Convert it in an isolated environment,"
-            f" such as a container: {command}"
+            f"{file} is a pickle file, which can execute code when it is loaded. Convert the file to"
+            f" safetensors in an isolated environment such as a container: {command}"
         ) from None
     return weights

@@ -1,4 +1,4 @@
-"""Processes of a job, with their start-up, Accelerator, agreement between ranks, and tensor layouts.
+"""Processes of a job: start-up, Accelerator, agreement between ranks, and tensor layouts.
 
-Start reading with accelerator.py and process.py, which contains the entry point of a train script.
+Start reading with accelerator.py. process.py contains the entry point of a train script.
 """

@@ -1,4 +1,4 @@
-"""Creation of the Accelerator under any launcher, on GPUs or in a CPU rehearsal."""
+"""Creates the Accelerator under any launcher, for GPUs or for a CPU rehearsal."""
 
 import hashlib
 import os
@@ -93,15 +93,15 @@ class Launch(NamedTuple):
 
 
 def start(job: Job, clip_norm: float = 0.0) -> tuple[JobAccelerator, Batch]:
-    """Return the Accelerator and the batch arithmetic of this job.
+    """Start this process of the job, and return the Accelerator and the batch arithmetic.
 
     Args:
         job: The job's flags.
         clip_norm: Maximum gradient norm for DeepSpeed's engine. 0 disables clipping.
 
     Raises:
-        ValueError: The launcher's config contains an unsupported answer, the batch does not divide among the
-            processes, the host has too few GPUs, or the processes' settings differ.
+        ValueError: If the launcher's config contains an unsupported answer, the batch does not divide among
+            the processes, the host has too few GPUs, or the processes' settings differ.
     """
     launch = _read_launcher(job)
     check_devices()
@@ -128,7 +128,7 @@ def _read_launcher(job: Job) -> Launch:
 
 
 def _set_environment(job: Job, launch: Launch) -> tuple["Compilation", list[str]]:
-    """Configure torch, Accelerate and DeepSpeed before the imports and the creation of the process group.
+    """Configure torch, Accelerate and DeepSpeed before DeepSpeed is imported and the process group exists.
 
     Returns:
         The compilation settings, and remarks about launcher settings that have no effect.
@@ -138,7 +138,7 @@ def _set_environment(job: Job, launch: Launch) -> tuple["Compilation", list[str]
 
     choose_algorithms(job.deterministic)
     if not torch.cuda.is_available():
-        os.environ["DS_ACCELERATOR"] = "cpu"  # read when Accelerate imports DeepSpeed
+        os.environ["DS_ACCELERATOR"] = "cpu"  # read while Accelerate imports DeepSpeed
     if job.deepspeed_config:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     accelerate_.cache_package_lookups()
@@ -184,70 +184,70 @@ def _join_group(job: Job, launch: Launch, clip_norm: float, compilation: "Compil
 
 
 def _refuse_for_strategy(accelerator: JobAccelerator) -> None:
-    """Raise ValueError for flags that ZeRO does not support."""
+    """Raise ValueError for flags that the strategy does not support."""
     name = strategy(accelerator)
     if accelerator.compilation and name == "zero3":
         raise ValueError(
-            f"--compile {accelerator.compilation} (dynamo_backend): ZeRO-3 gathers parameters inside each"
-            " block, which cannot be compiled. Choose --compile no, ZeRO-2 or FSDP."
+            f"--compile {accelerator.compilation} (or dynamo_backend in the accelerate config) does not work"
+            " with ZeRO-3, which gathers parameters inside each block. Use --compile no, or train with ZeRO-2"
+            " or FSDP2."
         )
     if accelerator.deterministic and name.startswith("zero") and accelerator.num_processes > 1:
         raise ValueError(
-            "--deterministic: ZeRO adds gradients in an order that depends on the number of processes."
-            " Choose DDP or FSDP2, or remove the flag."
+            "--deterministic does not work with ZeRO, because ZeRO adds gradients in an order that depends on"
+            " the number of processes. Train with DDP or FSDP2, or remove --deterministic."
         )
 
 
 def _agree_on_start(job: Job, launch: Launch, accelerator: JobAccelerator, remarks: list[str]) -> None:
-    """Check that all ranks chose the same settings, and print the settings."""
+    """Check that all ranks chose the same settings, and print these settings."""
     from onecurve.models.attention import kernel_version
 
     batch, compilation = launch.batch, accelerator.compilation
-    blocks: dict[str, Any] = {"strategy": strategy(accelerator), "sharding": sharding(accelerator)}
-    blocks |= {"compile": str(compilation), "grad_checkpointing": accelerator.grad_checkpointing}
-    blocks |= vars(accelerator.precision)
-    code = {"script and onecurve/": _code_hash(), **versions()}
-    blocks |= {"deterministic": job.deterministic, "step_graph": accelerator.step_graph}
-    if job.deterministic:  # the kernel rounds differently from torch's attention
-        blocks |= {"short_attention": accelerator.short_attention and kernel_version()}
-    if job.deterministic and accelerator.device.type == "cpu":  # thread counts affect gradient sums
-        blocks |= {"threads": torch.get_num_threads()}
-    agree(accelerator, {**code, "recipe": agreed_part(job), **blocks})
+    settings: dict[str, Any] = {"strategy": strategy(accelerator), "sharding": sharding(accelerator)}
+    settings |= {"compile": str(compilation), "grad_checkpointing": accelerator.grad_checkpointing}
+    settings |= vars(accelerator.precision)
+    code_and_versions = {"script and onecurve/": _code_hash(), **versions()}
+    settings |= {"deterministic": job.deterministic, "step_graph": accelerator.step_graph}
+    if job.deterministic:  # the attention kernel rounds differently from torch's attention
+        settings |= {"short_attention": accelerator.short_attention and kernel_version()}
+    if job.deterministic and accelerator.device.type == "cpu":  # the number of threads affects gradient sums
+        settings |= {"threads": torch.get_num_threads()}
+    agree(accelerator, {**code_and_versions, "recipe": agreed_part(job), **settings})
     if launch.is_rehearsal:
-        accelerator.print(f"rehearsal on CPU: {batch.processes} gloo processes stand in for as many GPUs")
+        count = batch.processes
+        accelerator.print(f"rehearsal on CPU: {count} gloo processes stand in for {count} GPUs")
     for remark in (*remarks, replacement_problem(), deaf_launcher()):
         if remark:
             accelerator.print(remark)
     accelerator.print(
         f"{strategy(accelerator)}, {batch}, mixed precision {precision(accelerator)}"
-        + _extras(accelerator, batch)
+        + _less_common_settings(accelerator, batch)
     )
 
 
-def _extras(accelerator: JobAccelerator, batch: Batch) -> str:
-    """Return the end of the startup line, which lists the less common settings."""
-    extras = f", compiled ({accelerator.compilation})" if accelerator.compilation else ""
-    extras += ", half-precision weights" if accelerator.precision.half_precision == "weights" else ""
-    extras += ", activation checkpointing" if accelerator.grad_checkpointing else ""
-    extras += ", a CUDA graph for each step" if accelerator.step_graph else ""
+def _less_common_settings(accelerator: JobAccelerator, batch: Batch) -> str:
+    """Return the last part of the startup line, which lists the less common settings."""
+    description = f", compiled ({accelerator.compilation})" if accelerator.compilation else ""
+    description += ", half-precision weights" if accelerator.precision.half_precision == "weights" else ""
+    description += ", activation checkpointing" if accelerator.grad_checkpointing else ""
+    description += ", a CUDA graph for each step" if accelerator.step_graph else ""
     if accelerator.deterministic:
         is_summed = batch.processes * batch.accumulations > 1
-        extras += f", deterministic{' (gradients in float64: twice the memory and traffic)' * is_summed}"
-        extras += f", threads {torch.get_num_threads()}" if accelerator.device.type == "cpu" else ""
-    return extras
+        description += f", deterministic{' (gradients in float64: twice the memory and traffic)' * is_summed}"
+        description += f", threads {torch.get_num_threads()}" if accelerator.device.type == "cpu" else ""
+    return description
 
 
 def make_accelerator(
     job: Job, batch: Batch, deepspeed: dict[str, Any] | None, clip_norm: float
 ) -> JobAccelerator:
-    """Return the Accelerator for the launcher's environment and the job's flags.
-
-    wrap() adds compilation later.
+    """Return the Accelerator for the launcher's environment and the job's flags, without compilation.
 
     Args:
         job: The job's flags.
         batch: The batch arithmetic.
-        deepspeed: The content of the DeepSpeed JSON file, from check_launch_config(), or None.
+        deepspeed: Content of the DeepSpeed JSON file, as returned by check_launch_config(), or None.
         clip_norm: Maximum gradient norm for DeepSpeed's engine. 0 disables clipping.
     """
     accelerate_.print_where(is_hosts_first)
@@ -256,13 +256,13 @@ def make_accelerator(
     accelerator = JobAccelerator(
         mixed_precision=mixed_precision,
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=deepspeed) if job.deepspeed_config else None,
-        dynamo_plugin=TorchDynamoPlugin(backend="no"),  # wrap() compiles
+        dynamo_plugin=TorchDynamoPlugin(backend="no"),  # wrap() compiles the model
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=batch.accumulations, sync_with_dataloader=False
         ),
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timedelta(seconds=job.timeout_s)),
-            # Gradients are views of DDP's buckets, which avoids a copy of the gradients.
+            # Make gradients views of DDP's buckets, which avoids a copy of the gradients.
             DistributedDataParallelKwargs(
                 gradient_as_bucket_view=True, comm_hook=DDPCommunicationHookType(job.grad_compression)
             ),
@@ -280,13 +280,13 @@ def make_accelerator(
     )
     accelerator.deterministic, accelerator.grad_checkpointing = job.deterministic, job.grad_checkpointing
     if accelerator.distributed_type == DistributedType.FSDP:
-        plugin = accelerator.state.fsdp_plugin
-        accelerator.grad_checkpointing |= bool(plugin.activation_checkpointing)
-        plugin.activation_checkpointing = False  # wrap() applies it
+        fsdp_plugin = accelerator.state.fsdp_plugin
+        accelerator.grad_checkpointing |= bool(fsdp_plugin.activation_checkpointing)
+        fsdp_plugin.activation_checkpointing = False  # wrap() applies activation checkpointing
         if job.deterministic:
             from torch.distributed.fsdp import MixedPrecisionPolicy
 
-            plugin.mixed_precision_policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
+            fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
     is_cpu = accelerator.device.type == "cpu"
     if is_cpu and mixed_precision == "fp16" and accelerator.distributed_type != DistributedType.DEEPSPEED:
         accelerate_.scale_loss_on_cpu(accelerator)
@@ -298,9 +298,9 @@ def prepare(
 ) -> tuple[nn.Module, AcceleratedOptimizer]:
     """Share rank 0's initial weights, and wrap the model and the optimizer like accelerator.prepare.
 
-    The model's `_no_split_modules` lists the block classes that FSDP wraps individually. Activation
-    checkpointing uses the same blocks. Compilation also uses these blocks, unless the whole model is compiled
-    as one graph. BatchNorm layers use the running statistics of onecurve.numerics.batch_norm.
+    The model's `_no_split_modules` lists the block classes that FSDP2 wraps individually. Activation
+    checkpointing uses the same blocks. Compilation also uses the same blocks, unless the whole model is
+    compiled as one graph. BatchNorm layers use the running statistics of onecurve.numerics.batch_norm.
     """
     share_initial_weights(accelerator, model)
     wrapped = wrap(accelerator, model, optimizer)
@@ -311,7 +311,7 @@ def prepare(
 def wrap(
     accelerator: JobAccelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, AcceleratedOptimizer]:
-    """Wrap the model and the optimizer like prepare(), without sharing initial weights."""
+    """Wrap the model and the optimizer like prepare(), but do not share initial weights."""
     from onecurve.distributed.step_graph import on_step_stream
 
     with on_step_stream(accelerator):
@@ -321,12 +321,12 @@ def wrap(
 def _wrap(
     accelerator: JobAccelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, AcceleratedOptimizer]:
-    """Wrap the model and the optimizer.
+    """Wrap the model and the optimizer in three stages.
 
-    The order matters. First, this function changes modules (memory layout, BatchNorm, compiled blocks,
-    activation checkpointing, autocast), because the strategy wraps the modules in their current state. Next,
-    the strategy wraps the model. Last, the function sets up exact sums, running statistics, hooks and checks,
-    which need the wrapped model.
+    First, this function changes modules (memory layout, BatchNorm, compiled blocks, activation checkpointing,
+    autocast), because the strategy wraps the modules in their current state. Next, the strategy wraps the
+    model. Last, the function sets up exact sums, running statistics, hooks and checks, which need the wrapped
+    model.
     """
     from onecurve.distributed.blocks import blocks_of, checkpoint_activations, compile_blocks
     from onecurve.models.attention import kernel_failure, prefer_cudnn, use_kernel
@@ -336,89 +336,99 @@ def _wrap(
     if accelerator.short_attention:
         dtype = HALF[accelerator.precision.mixed_precision]
         failure = kernel_failure(model, accelerator.device, dtype)
-        if failure is not None:  # all ranks must use the same kernel
+        if failure is not None:  # all ranks must use the same attention kernel
             failure = next(filter(None, gather_object([failure])), "")
         if failure:
-            accelerator.print(f"using torch's attention because the kernel for few tokens failed: {failure}")
+            accelerator.print(
+                f"using torch's attention because the attention kernel for short sequences failed: {failure}"
+            )
         accelerator.short_attention = not failure and use_kernel(model)
     if not accelerator.deterministic:
         prefer_cudnn(model, accelerator.device)
-    # FSDP and ZeRO flatten parameters and thereby lose the channels_last format. With --deterministic, every
+    # FSDP2 and ZeRO flatten parameters and thereby lose the channels_last format. With --deterministic, every
     # strategy uses FSDP2's memory format, because a convolution's order of additions depends on the format.
     if strategy(accelerator) in ("single", "ddp") and not accelerator.deterministic:
         model = model.to(memory_format=torch.channels_last)
     statistics = RunningStatistics(model)
     uses_blocks = accelerator.compilation or strategy(accelerator) in ("fsdp", "zero3")
     if uses_blocks and next(blocks_of(model), None) is None:
-        accelerator.print(f"{type(model).__name__} has no blocks, so it is gathered or compiled as a whole")
+        model_name = type(model).__name__
+        accelerator.print(
+            f"{model_name} defines no block classes, so the model is gathered or compiled as a whole"
+        )
     if accelerator.compilation:
         is_whole = strategy(accelerator) in ("single", "ddp") and not accelerator.grad_checkpointing
-        is_whole &= not accelerator.deterministic  # must match FSDP2, which compiles block by block
+        is_whole &= not accelerator.deterministic  # results must match FSDP2, which compiles block by block
         compile_blocks(model, accelerator.compilation, is_whole, accelerator.gradient_accumulation_steps)
     if accelerator.grad_checkpointing:
         checkpoint_activations(model)
-    sharded = strategy(accelerator) not in ("single", "ddp")  # Accelerate applies autocast to single and ddp
+    # Accelerate itself applies autocast for single and ddp
+    sharded = strategy(accelerator) not in ("single", "ddp")
     if sharded and accelerator.precision.half_precision == "autocast":
         autocast_forward(accelerator, model)
     is_exact = accelerator.deterministic and accelerator.distributed_type != DistributedType.DEEPSPEED
     if is_exact and (accelerator.device.type == "cpu" or sharding(accelerator).get("offload_params")):
         use_foreach(optimizer)  # the optimizer steps on the CPU
-    elif is_exact and accelerator.scaler:  # fused SGD rounds differently if it unscales
+    elif is_exact and accelerator.scaler:  # fused SGD rounds differently if it unscales gradients
         torch_.unscale_before_step(optimizer)
-    if is_exact and not sharded:  # ExactSum replaces DDP's exchange
+    if is_exact and not sharded:  # ExactSum replaces DDP's gradient exchange
         prepared = accelerator.prepare_model(model, evaluation_mode=True)
-        wrapped = accelerator.prepare_optimizer(optimizer)
+        prepared_optimizer = accelerator.prepare_optimizer(optimizer)
     else:
-        prepared, wrapped = accelerator.prepare(model, optimizer)
+        prepared, prepared_optimizer = accelerator.prepare(model, optimizer)
     if is_exact:
         keep_strides(prepared)
-        if accelerator.gradient_accumulation_steps * accelerator.num_processes > 1:  # several gradients
+        # Several gradients per parameter and step
+        if accelerator.gradient_accumulation_steps * accelerator.num_processes > 1:
             accelerator.exact_sum = ExactSum(accelerator, prepared)
     statistics.follow(accelerator, plain_module(prepared))
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         if accelerator.precision.half_precision == "weights":
             plain_module(prepared).register_forward_pre_hook(cast_inputs(precision(accelerator)))
         if precision(accelerator) == "fp16":
-            deepspeed_.allow_smallest_scale(wrapped.optimizer)
+            deepspeed_.allow_smallest_scale(prepared_optimizer.optimizer)
         else:
-            refuse_skipped_steps(wrapped.optimizer)
+            refuse_skipped_steps(prepared_optimizer.optimizer)
     if isinstance(prepared, nn.parallel.DistributedDataParallel):
-        prepared.broadcast_buffers = False  # onecurve.run.evaluation broadcasts buffers
-        refuse_missing_gradients(plain_module(prepared), wrapped.optimizer)
+        prepared.broadcast_buffers = False  # onecurve.run.evaluation broadcasts the buffers
+        refuse_missing_gradients(plain_module(prepared), prepared_optimizer.optimizer)
     prepared.train()
     accelerator.prepared = prepared
-    return prepared, wrapped
+    return prepared, prepared_optimizer
 
 
 def _fill_deepspeed_config(config: dict[str, Any], batch: Batch, clip_norm: float) -> None:
     """Write the recipe's settings into DeepSpeed's config, so that all strategies use the same settings.
 
-    If the config contained no value, DeepSpeed would clip gradients at norm 1.0.
+    Without a value in the config, DeepSpeed would clip gradients at norm 1.0.
     """
-    numbers = {
+    recipe_values = {
         "train_batch_size": batch.total,
         "train_micro_batch_size_per_gpu": batch.per_device,
         "gradient_accumulation_steps": batch.accumulations,
         "gradient_clipping": clip_norm,
     }
-    for key, number in numbers.items():
-        if config.get(key, "auto") not in ("auto", number) and rank() == 0:
-            log.info(f"replacing DeepSpeed's {key} {config[key]} with the recipe's {number}")
-        config[key] = number
+    for key, recipe_value in recipe_values.items():
+        if config.get(key, "auto") not in ("auto", recipe_value) and rank() == 0:
+            log.info(
+                f"replacing {key} {config[key]} in the DeepSpeed config with the recipe's value,"
+                f" {recipe_value}"
+            )
+        config[key] = recipe_value
     config.setdefault("steps_per_print", sys.maxsize)  # the script writes its own log
     for remark in settle_auto(config):
         if rank() == 0:
             log.info(remark)
     deepspeed_.hide_untested_optimizers()
-    # With offload, Accelerate would replace the script's optimizer with DeepSpeed's Adam, and compile that
-    # Adam.
+    # With offload, Accelerate would replace the script's optimizer with DeepSpeed's Adam, and compile
+    # DeepSpeed's Adam.
     config.setdefault("zero_force_ds_cpu_optimizer", False)
 
 
 def _code_hash() -> str:
     """Return a hash of the running script and onecurve/, which reveals hosts with outdated code."""
-    script, *files = Path(sys.argv[0]).resolve(), *sorted((ROOT / "onecurve").rglob("*.py"))
-    digest = hashlib.sha256(script.name.encode() + script.read_bytes())
-    for file in files:
+    script_file, *package_files = Path(sys.argv[0]).resolve(), *sorted((ROOT / "onecurve").rglob("*.py"))
+    digest = hashlib.sha256(script_file.name.encode() + script_file.read_bytes())
+    for file in package_files:
         digest.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
     return digest.hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Agreement between a job's processes: checks for equal settings, and work that one process does for all."""
+"""Checks that a job's processes agree, and runs work in one process on behalf of all processes."""
 
 import json
 import socket
@@ -16,8 +16,8 @@ from onecurve.distributed.watch import Preempted, watch
 from onecurve.system.env import local_rank
 from onecurve.system.phase import in_phase
 
-Work = Callable[[Callable[[], None]], Any]  # work(heartbeat)
-UNANSWERED_S = 240  # seconds to wait for a worker after a signal, because one S3 request may take this long
+Work = Callable[[Callable[[], None]], Any]  # function work(heartbeat) that returns a JSON value
+UNANSWERED_S = 240  # Seconds to wait for a worker after a signal, because one S3 request may take this long
 
 
 def agree(accelerator: Accelerator, facts: dict[str, Any]) -> None:
@@ -28,21 +28,21 @@ def agree(accelerator: Accelerator, facts: dict[str, Any]) -> None:
         facts: JSON-serialisable values, by name.
 
     Raises:
-        ValueError: A fact differs between processes. Every process raises the error, which lists ranks and
-            values.
+        ValueError: If a fact differs between processes. Every process raises the error, which lists the ranks
+            and their values.
     """
     local_facts = {name: json.dumps(value, sort_keys=True, default=str) for name, value in facts.items()}
     gathered = gather_object([(socket.gethostname(), local_facts)])
     for name in local_facts:
         values = [rank_facts.get(name) for _, rank_facts in gathered]
         majority = Counter(values).most_common(1)[0][0]
-        odd_ranks = [r for r, value in enumerate(values) if value != majority]
+        odd_ranks = [rank for rank, value in enumerate(values) if value != majority]
         if odd_ranks:
-            host, odd = gathered[odd_ranks[0]][0], values[odd_ranks[0]]
+            odd_host, odd_value = gathered[odd_ranks[0]][0], values[odd_ranks[0]]
             raise ValueError(
-                f"the processes do not agree: {name} is {_difference(odd, majority)} on rank"
-                f" {', '.join(map(str, odd_ranks))} (host {host}), but {_difference(majority, odd)} on the"
-                " others. Start all processes with the same code, flags, packages and data."
+                f"the processes do not agree: {name} is {_difference(odd_value, majority)} on rank"
+                f" {', '.join(map(str, odd_ranks))} (host {odd_host}), but {_difference(majority, odd_value)}"
+                " on the other ranks. Start all processes with the same code, flags, packages and data."
             )
 
 
@@ -53,7 +53,7 @@ def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int, *, pe
     all processes raise ValueError with the same message. If any process receives a signal, the work stops and
     all processes raise Preempted.
 
-    Keys in the store:
+    The worker and the other processes exchange the following keys in torch's store:
 
         once/<topic>/<rank>      [Reason, message or result] of this worker, which all processes wait for
         once/<topic>/heartbeats  counter that every worker increments
@@ -67,67 +67,69 @@ def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int, *, pe
         topic: Unique name of this call, for example `data`.
         work: Function that calls heartbeat() regularly.
         timeout_s: Number of seconds without a heartbeat after which the job ends.
-        per_host: Run the work in one process per host instead of the main process only.
+        per_host: Run the work in one process on each host instead of only in the main process.
     """
     if accelerator.num_processes == 1:
-        return work(_stop_if_wanted)
-    this_rank, board, channel = accelerator.process_index, f"once/{topic}", Channel()
-    worker = this_rank - local_rank() if per_host else 0  # this process returns the worker's result
+        return work(_raise_if_stopping)
+    this_rank, key_prefix, channel = accelerator.process_index, f"once/{topic}", Channel()
+    worker = this_rank - local_rank() if per_host else 0  # rank whose result this process returns
     workers = set(gather_object([worker]))
     if this_rank == worker:
         try:
             with in_phase(f"preparing the {topic}"):
-                outcome = Reason.NONE, work(_heartbeat(channel, board))
+                outcome = Reason.NONE, work(_heartbeat(channel, key_prefix))
         except (ValueError, OSError) as error:
             outcome = Reason.PROBLEM, f"{error} (on host {socket.gethostname()})"
         except Preempted:
             outcome = Reason.STOP, None
-        channel.post(f"{board}/{this_rank}", outcome)
+        channel.post(f"{key_prefix}/{this_rank}", outcome)
     with in_phase(f"waiting for the {topic}"):
         outcomes: dict[int, Any] = {}
         heartbeats, received_at, stopped_at = -1, time.monotonic(), 0.0
         while pending := workers - outcomes.keys():
-            if new := {rank: answer for rank in pending if (answer := channel.read(f"{board}/{rank}"))}:
-                outcomes |= new
+            answers = {rank: channel.read(f"{key_prefix}/{rank}") for rank in pending}
+            if any(answers.values()):
+                outcomes |= {rank: answer for rank, answer in answers.items() if answer}
                 continue
             if channel.gone:
                 raise channel.gone
             if watch.wanted():
-                channel.post(f"{board}/stop", True)  # all processes still wait for the workers' outcomes
+                # The processes still wait for the outcomes of all workers
+                channel.post(f"{key_prefix}/stop", True)
                 stopped_at = stopped_at or time.monotonic()
                 if time.monotonic() - stopped_at > UNANSWERED_S:
-                    raise Preempted  # the worker has died, and its launcher will stop this process
-            if (latest := channel.count(f"{board}/heartbeats")) != heartbeats:
-                heartbeats, received_at = latest, time.monotonic()
+                    raise Preempted  # the worker has died, and the launcher will stop this process
+            if (latest_count := channel.count(f"{key_prefix}/heartbeats")) != heartbeats:
+                heartbeats, received_at = latest_count, time.monotonic()
             elif time.monotonic() - received_at > timeout_s:
                 watch.report_hang()
                 raise ValueError(
                     f"rank {', '.join(map(str, sorted(pending)))} sent no heartbeat for {timeout_s} s"
-                    f" while preparing the {topic}. Check its host, or increase --timeout_s."
+                    f" while preparing the {topic}. Check the rank's host, or increase --timeout_s."
                 )
             time.sleep(0.05)
-    reason, message = max((outcomes[rank] for rank in sorted(workers)), key=itemgetter(0))
+    reason, content = max((outcomes[rank] for rank in sorted(workers)), key=itemgetter(0))
     if reason == Reason.PROBLEM:
-        raise ValueError(message)
+        raise ValueError(content)
     if reason == Reason.STOP:
         raise Preempted
     return outcomes[worker][1]
 
 
-def _heartbeat(channel: Channel, board: str) -> Callable[[], None]:
-    """Return a function heartbeat() that reports progress to all processes, at most once a second.
+def _heartbeat(channel: Channel, key_prefix: str) -> Callable[[], None]:
+    """Return a function heartbeat() that reports progress to all processes, at most once per second.
 
-    heartbeat() raises Preempted after a stop signal to any process.
+    heartbeat() raises Preempted after any process has received a stop signal.
     """
     sent_at = 0.0
 
     def heartbeat() -> None:
         nonlocal sent_at
-        _stop_if_wanted()
+        _raise_if_stopping()
         if time.monotonic() - sent_at > 1:
             sent_at = time.monotonic()
-            channel.count(f"{board}/heartbeats", 1)
-            if channel.read(f"{board}/stop"):
+            channel.count(f"{key_prefix}/heartbeats", 1)
+            if channel.read(f"{key_prefix}/stop"):
                 raise Preempted
             if channel.gone:
                 raise channel.gone
@@ -135,13 +137,13 @@ def _heartbeat(channel: Channel, board: str) -> Callable[[], None]:
     return heartbeat
 
 
-def _stop_if_wanted() -> None:
+def _raise_if_stopping() -> None:
     if watch.wanted():
         raise Preempted
 
 
 def _difference(value_json: str | None, other_json: str | None) -> str:
-    """Return the first value as text. For two JSON objects, include only the entries that differ."""
+    """Return the first JSON value as text. For two JSON objects, include only the entries that differ."""
     value, other = json.loads(value_json or "null"), json.loads(other_json or "null")
     if isinstance(value, dict) and isinstance(other, dict):
         return ", ".join(f"{key}={entry}" for key, entry in value.items() if other.get(key) != entry)

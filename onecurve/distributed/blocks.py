@@ -1,17 +1,17 @@
-"""Compilation (--compile) and activation checkpointing (--grad_checkpointing) of models and their blocks.
+"""Compiles models (--compile) and adds activation checkpointing (--grad_checkpointing), block by block.
 
 The `dynamo_config` of an accelerate config also enables compilation. In a single process or under DDP, a CNN
 is compiled as a whole, with one training graph and one evaluation graph for each image size. Under DDP, torch
 splits the graph at bucket boundaries, so that the gradient exchange overlaps with the backward pass. With
-other strategies, with --deterministic and for timm's models, each block is compiled separately, and equal
+other strategies, with --deterministic and for timm's models, each block is compiled separately, and identical
 blocks share graphs. A ViT with any number of blocks needs two graphs for training and two for evaluation: one
 for the first block, which has no drop path, and one for all other blocks. On an H200, ResNet-18 trains at
 83,289 images/s as one graph and at 63,042 images/s in eager mode (docs/gpu.md).
 
 Activation checkpointing does not store a block's activations. The backward pass recomputes the activations
 with the same random numbers. For a ViT-B/32 with 32 images of 224x224 pixels, activations occupy 66 MiB
-instead of 911 MiB between the forward and the backward pass (fp32, counted on a CPU). At batch 512 on an
-H200, peak memory is 3.69 GiB instead of 10.48 GiB (bf16).
+instead of 911 MiB between the forward and the backward pass (fp32, measured on a CPU). At batch size 512 on
+an H200, peak memory is 3.69 GiB instead of 10.48 GiB (bf16).
 """
 
 import functools
@@ -30,8 +30,8 @@ from onecurve.system.processes import accelerate_config
 from onecurve.upstream.accelerate_ import block_names
 from onecurve.upstream.torch_ import allow_recompilations, draw_as_eager, has_cpp_compiler
 
-# Maximum number of graphs for one block class, which needs one graph for each width and stride, in training
-# and in evaluation. Beyond Dynamo's default limit of 8, a block would silently run uncompiled.
+# Maximum number of graphs for one block class. A block class needs one graph for each width and stride, in
+# training and in evaluation. Beyond Dynamo's default limit of 8, a block would silently run uncompiled.
 RECOMPILE_LIMIT = 64
 
 
@@ -47,41 +47,42 @@ def blocks_of(model: nn.Module, names: Collection[str] | None = None) -> Iterato
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Enable activation checkpointing for each block, or for the layers that timm's own method selects.
+    """Enable activation checkpointing for each block, or for the layers that timm's method selects.
 
-    Parameters keep their names. Accelerate's method would rename parameters, and draw different random
-    numbers in the backward pass.
+    The parameters keep their names. Accelerate's method would rename the parameters, and draw different
+    random numbers in the backward pass.
 
     Raises:
-        ValueError: The model defines neither block classes nor timm's method.
+        ValueError: If the model defines neither block classes nor timm's method.
     """
     blocks = list(blocks_of(model))
     for block in blocks:
-        block.forward = _recomputed(block.forward)
+        block.forward = _with_recomputation(block.forward)
     if blocks:
         return
     try:
         model.set_grad_checkpointing()  # type: ignore[operator]  # timm's models define it
     except (AttributeError, AssertionError):
         raise ValueError(
-            f"activation checkpointing: {type(model).__name__} has no blocks. Name the block classes in its"
-            " _no_split_modules, or train without --grad_checkpointing (fsdp_activation_checkpointing)."
+            f"activation checkpointing needs block classes, but {type(model).__name__} defines none. List the"
+            " model's block classes in its attribute _no_split_modules, or disable --grad_checkpointing (or"
+            " fsdp_activation_checkpointing in the accelerate config)."
         ) from None
 
 
-def _recomputed(forward: Callable) -> Callable:
+def _with_recomputation(forward: Callable) -> Callable:
     @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def forward_with_recomputation(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
-    return run
+    return forward_with_recomputation
 
 
 @dataclass(frozen=True)
 class Compilation:
-    """Arguments of torch.compile. Backend `no` disables compilation."""
+    """Arguments of torch.compile. The backend `no` disables compilation."""
 
     backend: str = "no"
     mode: str = "default"
@@ -92,15 +93,15 @@ class Compilation:
         return self.backend != "no"
 
     def __str__(self) -> str:
-        """Return the equivalent value of --compile, or the backend's name if the backend is not Inductor."""
+        """Return the equivalent value of --compile, or the backend's name for backends except Inductor."""
         return self.mode if self.backend == "inductor" else self.backend
 
 
 def chosen_compilation(flag: str | None) -> Compilation:
-    """Return the compilation settings selected by --compile or, without the flag, by the launcher's config.
+    """Return the compilation settings from --compile or, without the flag, from the launcher's config.
 
     Raises:
-        ValueError: This host can't compile.
+        ValueError: If this host can't compile.
     """
     if flag is None:
         plugin = TorchDynamoPlugin(**_dynamo_arguments_from_config())
@@ -109,50 +110,51 @@ def chosen_compilation(flag: str | None) -> Compilation:
     else:
         compilation = Compilation("no" if flag == "no" else "inductor", flag)
     if compilation:
-        _check(compilation)
+        _check_backend(compilation)
     return compilation
 
 
 def compile_blocks(
     model: nn.Module, settings: Compilation, is_whole: bool = False, accumulations: int = 1
 ) -> None:
-    """Compile the forward method of each block, or of the whole model. Parameters keep their names.
+    """Compile the forward method of each block or of the whole model. The parameters keep their names.
 
-    timm's models always compile block by block, because their equal blocks share graphs. A compiler backend's
-    CUDA graphs work only for a whole model without gradient accumulation. With separate blocks, an evaluation
-    would overwrite a block's input, which is the previous block's output (pytorch #152887). With
-    accumulation, each micro-batch would overwrite the previous micro-batch's gradients. In these cases,
-    `max-autotune` falls back to the mode without CUDA graphs. This function replaces forward() instead of
-    calling block.compile(), which would also trace the hooks of FSDP and DeepSpeed.
+    timm's models are always compiled block by block, because their identical blocks share graphs. A compiler
+    backend's CUDA graphs work only for a whole model without gradient accumulation. With separate blocks, an
+    evaluation would overwrite a block's input, which is the previous block's output (pytorch #152887). With
+    gradient accumulation, each micro-batch would overwrite the previous micro-batch's gradients. With
+    separate blocks or gradient accumulation, `max-autotune` falls back to the mode without CUDA graphs. This
+    function replaces forward() instead of calling block.compile(), which would also trace the hooks of FSDP2
+    and DeepSpeed.
 
     Args:
-        model: The model to compile, before the strategy wraps it.
-        settings: The arguments of torch.compile.
-        is_whole: Whether to compile the model as one graph if possible. This requires a model without
-            sharding and activation checkpointing, whose results need not be bitwise identical to a sharded
-            model's results.
+        model: The model to compile, before the strategy wraps the model.
+        settings: Arguments of torch.compile.
+        is_whole: True to compile the model as one graph if possible. This mode requires a model without
+            sharding and activation checkpointing, and is unsuitable if results must be bitwise identical to a
+            sharded model's results.
         accumulations: Number of micro-batches per step in each process.
 
     Raises:
-        ValueError: The mode requires CUDA graphs, which do not work in this case.
+        ValueError: If the mode requires CUDA graphs, which do not work in this case.
     """
     allow_recompilations(RECOMPILE_LIMIT)
     draw_as_eager()
-    mode = settings.mode if settings.backend == "inductor" else None  # other backends have no modes
+    mode = settings.mode if settings.backend == "inductor" else None  # other backends do not support modes
     blocks = list(blocks_of(model))
     is_whole = is_whole and not any(type(block).__module__.startswith("timm.") for block in blocks)
     has_graphs = settings.backend == "cudagraphs" or mode in ("reduce-overhead", "max-autotune")
     if has_graphs and not (is_whole and accumulations == 1):
         if mode != "max-autotune":
             raise ValueError(
-                f"--compile {settings} (dynamo_backend): CUDA graphs work only for CNNs on one process or"
-                " under DDP, without activation checkpointing, accumulation or --deterministic. Choose"
-                " --compile default."
+                f"--compile {settings} (or dynamo_backend in the accelerate config) uses the compiler's CUDA"
+                " graphs, which work only for CNNs in a single process or under DDP, without activation"
+                " checkpointing, gradient accumulation and --deterministic. Use --compile default."
             )
         mode = "max-autotune-no-cudagraphs"
-    for part in [model] if is_whole else blocks or [model]:
-        part.forward = torch.compile(
-            part.forward,
+    for module in [model] if is_whole else blocks or [model]:
+        module.forward = torch.compile(
+            module.forward,
             backend=settings.backend,
             mode=mode,
             fullgraph=settings.fullgraph,
@@ -161,25 +163,30 @@ def compile_blocks(
 
 
 def _dynamo_arguments_from_config() -> dict[str, Any]:
-    """Return the arguments of TorchDynamoPlugin in the accelerate config of a DeepSpeed job.
+    """Return the arguments of TorchDynamoPlugin from the accelerate config of a DeepSpeed job.
 
     For DeepSpeed, `accelerate launch` (1.15) does not pass these arguments in environment variables.
     """
     if not is_on("ACCELERATE_USE_DEEPSPEED") or "ACCELERATE_DYNAMO_BACKEND" in os.environ:
         return {}
     answers = accelerate_config().get("dynamo_config") or {}
-    keys = {"backend": "backend", "mode": "mode", "fullgraph": "use_fullgraph", "dynamic": "use_dynamic"}
+    keys = {
+        "backend": "backend",
+        "mode": "mode",
+        "fullgraph": "use_fullgraph",
+        "dynamic": "use_dynamic",
+    }
     return {name: answers.get(f"dynamo_{key}") for name, key in keys.items()}
 
 
-def _check(compilation: Compilation) -> None:
-    if compilation.backend not in (backends := torch.compiler.list_backends(())):
-        names = ", ".join(backends)
+def _check_backend(compilation: Compilation) -> None:
+    if compilation.backend not in (known_backends := torch.compiler.list_backends(())):
+        choices = ", ".join(known_backends)
         raise ValueError(
-            f"dynamo_backend {compilation.backend} is not available here. Choose one of {names}."
+            f"dynamo_backend {compilation.backend} is not available on this host. Choose one of {choices}."
         )
     if compilation.backend == "inductor" and not has_cpp_compiler():
         raise ValueError(
-            f"--compile {compilation} (dynamo_backend) needs a C++ compiler, but this host has none. Install"
-            " g++, or choose --compile no."
+            f"--compile {compilation} (or dynamo_backend in the accelerate config) needs a C++ compiler, but"
+            " none is installed on this host. Install g++, or use --compile no."
         )

@@ -1,4 +1,4 @@
-"""Messages between a job's processes, sent through torch's store or in collectives over gloo."""
+"""Sends messages between a job's processes, through torch's store or in collectives over gloo."""
 
 import hashlib
 import json
@@ -16,23 +16,23 @@ from onecurve.system.env import is_hosts_first
 from onecurve.upstream.torch_ import default_store
 
 Answer = TypeVar("Answer")
-NONE = b"null"  # JSON
+NONE = b"null"  # JSON value of a missing key
 
 
 class Reason(IntEnum):
-    """Reason why a job's processes end together. If there are several, the largest value wins."""
+    """Reason why a job's processes end together. If several reasons apply, the largest value wins."""
 
     NONE = 0
-    STOP = 1  # a signal arrived or the launcher exited; all processes save and raise Preempted
+    STOP = 1  # a signal arrived or the launcher exited, so all processes save and raise Preempted
     PROBLEM = 2  # all processes raise ValueError with the same message
 
 
 class Channel:
-    """JSON messages in torch's store. Only one thread may use a channel.
+    """Channel for JSON messages in torch's store. Only one thread may use a channel.
 
     A connection to the store handles one request at a time, and a request blocks while the store's process is
-    suspended. If the store's process dies, `gone` contains the error. The channel then behaves as in a job
-    with a single process, and returns no messages from other processes.
+    suspended. If the store's process dies, `gone` contains the error. From then on, the channel behaves as in
+    a job with a single process, and returns no messages from other processes.
     """
 
     def __init__(self, store: dist.Store | None = None) -> None:
@@ -40,7 +40,7 @@ class Channel:
         self.gone: RuntimeError | None = None
 
     def clone(self) -> "Channel":
-        """Return a channel for another thread.
+        """Return a channel for use in a different thread.
 
         Don't clone a channel to handle a failure, because connecting to a dead store would block for a long
         time.
@@ -49,27 +49,33 @@ class Channel:
 
     def post(self, key: str, value: Any) -> None:
         """Store the value under the key."""
-        self._ask(lambda: self.store.set(key, json.dumps(value)), None)
+        self._call_store(lambda: self.store.set(key, json.dumps(value)), None)
 
     def read(self, key: str) -> Any:
         """Return the value of the key, or None if the key does not exist yet."""
-        return json.loads(self._ask(lambda: self.store.get(key) if self.store.check([key]) else NONE, NONE))
+        value_json = self._call_store(
+            lambda: self.store.get(key) if self.store.check([key]) else NONE, default=NONE
+        )
+        return json.loads(value_json)
 
     def wait(self, key: str) -> Any:
-        """Wait until the key exists, and return its value. Raise RuntimeError after the store's timeout."""
+        """Wait until the key exists, and return its value. After the store's timeout, raise RuntimeError."""
         return json.loads(self.store.get(key))
 
     def first(self, key: str, value: Any) -> Any:
         """Store the value unless the key already exists. Return the stored value."""
-        text = json.dumps(value)
-        return json.loads(self._ask(lambda: self.store.compare_set(key, "", text), text.encode()))
+        value_json = json.dumps(value)
+        stored_json = self._call_store(
+            lambda: self.store.compare_set(key, "", value_json), default=value_json.encode()
+        )
+        return json.loads(stored_json)
 
-    def count(self, key: str, more: int = 0) -> int:
+    def count(self, key: str, increment: int = 0) -> int:
         """Add `more` to a counter that starts at 0, and return the new count."""
-        return self._ask(lambda: self.store.add(key, more), more)
+        return self._call_store(lambda: self.store.add(key, increment), increment)
 
-    def _ask(self, operation: Callable[[], Answer], default: Answer) -> Answer:
-        """Return the operation's result, or the default if the store's process has died."""
+    def _call_store(self, operation: Callable[[], Answer], default: Answer) -> Answer:
+        """Return the operation's result, or the default value if the store's process has died."""
         try:
             return operation()
         except RuntimeError as error:
@@ -80,7 +86,7 @@ class Channel:
 def first_to_report(message: str, channel: Channel | None = None) -> bool:
     """Return True if no other process has reported this message yet.
 
-    Most user errors occur in all processes, but only one process should print the message.
+    Most user errors occur in all processes, but only one process should print the error message.
     """
     if not dist.is_initialized():
         return is_hosts_first()
@@ -90,9 +96,9 @@ def first_to_report(message: str, channel: Channel | None = None) -> bool:
 def let_main_close_first(accelerator: Accelerator, channel: Channel | None = None) -> None:
     """Wait up to 10 s in a failing job until the main process has closed its files.
 
-    The main process calls this function after it has closed its files. Other processes call it before they
-    exit, because a launcher kills all processes as soon as one exits. The wait is limited because the main
-    process may hang in a collective.
+    The main process calls this function after it has closed its files. Other processes call this function
+    before they exit, because a launcher kills all processes as soon as one exits. The wait is limited because
+    the main process may hang in a collective.
     """
     if not dist.is_initialized():
         return
@@ -104,7 +110,7 @@ def let_main_close_first(accelerator: Accelerator, channel: Channel | None = Non
 
 
 class Poll:
-    """Asynchronous maxima over all processes. Each call returns the maxima of the previous call.
+    """Asynchronous computation of maxima over all processes. Each call returns the previous call's maxima.
 
     Poll uses a gloo group that is separate from the training collectives, so no call waits for a GPU. The
     constructor is collective.
@@ -120,9 +126,10 @@ class Poll:
         self.work: dist.Work | None = None
 
     def __call__(self, *values: int) -> list[int]:
-        """Start the next exchange, and return the maxima of the previous call's arguments. Collective.
+        """Start the next exchange, and return the maxima of the previous call's arguments.
 
-        The first call returns []. In a single process, each call returns its own arguments.
+        All processes must make this call. The first call returns []. In a single process, each call returns
+        its own arguments.
         """
         if self.group is None:
             return list(values)
@@ -131,7 +138,7 @@ class Poll:
         return maxima
 
     def finish(self) -> list[int]:
-        """Wait for the last call's maxima and return them, or return [] if no exchange is in progress."""
+        """Wait for the last call's maxima and return them. If no exchange is in progress, return []."""
         if self.work is None:
             return []
         self.work.wait()
@@ -139,7 +146,10 @@ class Poll:
         return self.values.tolist()
 
     def gather(self, value: Any) -> list[Any]:
-        """Return all processes' values in rank order. Collective. NCCL would need GPU memory for this."""
+        """Return all processes' values in rank order. This method is collective.
+
+        The values are exchanged over gloo, because NCCL would need GPU memory.
+        """
         if self.group is None:
             return [value]
         values = [None] * dist.get_world_size()
@@ -147,9 +157,10 @@ class Poll:
         return values
 
     def collect(self, value: Any) -> list[Any]:
-        """Return all processes' values in rank order in the main process, and [] elsewhere. Collective.
+        """Return all processes' values in rank order in the main process, and [] in other processes.
 
-        Use this method for large values, because gather() would send all values to all processes.
+        This method is collective. Use this method for large values, because gather() would send all values to
+        all processes.
         """
         if self.group is None:
             return [value]
@@ -158,9 +169,10 @@ class Poll:
         return values or []
 
     def wait_for_main(self, is_main: bool, done: Callable[[float], bool]) -> None:
-        """Wait until done(1.0) returns True in the main process. Collective.
+        """Wait until done(1.0) returns True in the main process. This method is collective.
 
-        The main process sends an answer every second, so that other processes don't wait forever if it dies.
+        The main process sends an answer every second, so that other processes don't wait forever if the main
+        process dies.
 
         Args:
             is_main: True in the main process.

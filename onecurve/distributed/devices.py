@@ -1,4 +1,4 @@
-"""Device setup of a process: checks for unused GPUs, choice of algorithms, and CPU rehearsals.
+"""Checks the GPUs of a process, chooses algorithms, and sets up CPU rehearsals.
 
 In a rehearsal, several CPU processes communicate over gloo and use config files that are meant for GPUs.
 """
@@ -19,15 +19,15 @@ from onecurve.system.env import LOCAL_NUMBER, is_on, launched, local_rank, proce
 from onecurve.system.processes import allowed_cores
 from onecurve.upstream import accelerate_, deepspeed_
 
-REHEARSE = "To rehearse on the CPU, put CUDA_VISIBLE_DEVICES= before the same command."
+REHEARSE = "To rehearse on the CPU, put CUDA_VISIBLE_DEVICES= (without a value) in front of the same command."
 
 
 def check_devices() -> None:
     """Check that torch can use this host's accelerators, and that each process has a GPU.
 
     Raises:
-        ValueError: The host has too few GPUs, torch can't use its GPUs, or the host has TPUs, XPUs, NPUs or
-            AMD GPUs.
+        ValueError: If the host has too few GPUs, torch can't use the host's GPUs, or the host has TPUs, XPUs,
+            NPUs or AMD GPUs.
     """
     _check_device_type()
     gpus, processes = torch.cuda.device_count(), processes_per_host()
@@ -36,17 +36,19 @@ def check_devices() -> None:
     elif gpus < processes and not (gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ):
         raise ValueError(
             f"{processes} processes were started on this host, which has {gpus} GPU{'s' if gpus > 1 else ''}."
-            f" Start {gpus} per host (accelerate's --num_processes, torchrun's --nproc_per_node, launch.py's"
-            f" --gpus), or choose another file of accelerate_configs/. {REHEARSE}"
+            f" Start {gpus} per host with accelerate's --num_processes, torchrun's --nproc_per_node or"
+            f" launch.py's --gpus, or choose a different file in accelerate_configs/. {REHEARSE}"
         )
     else:
-        if gpus == 1 and "LOCAL_RANK" in os.environ:  # each process may see only its own GPU
+        if gpus == 1 and "LOCAL_RANK" in os.environ:  # the launcher may show each process only its own GPU
             os.environ[LOCAL_NUMBER], os.environ["LOCAL_RANK"] = str(local_rank()), "0"
         _check_gpu_support(int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def check_own_gpu(channel: Channel, number: int, processes: int, gpu: str) -> None:
-    """Check that no other process uses this process's GPU, because NCCL would fail. Collective.
+def check_own_gpu(channel: Channel, own_rank: int, processes: int, own_gpu: str) -> None:
+    """Check that no other process uses this process's GPU, because NCCL would fail.
+
+    This function is collective.
 
     Args:
         channel: Channel to the other ranks.
@@ -55,14 +57,15 @@ def check_own_gpu(channel: Channel, number: int, processes: int, gpu: str) -> No
         gpu: Unique name of this process's GPU.
 
     Raises:
-        ValueError: Two processes use the same GPU.
+        ValueError: If two processes use the same GPU.
     """
-    channel.post(f"gpu/{number}", gpu)
-    gpus = [channel.wait(f"gpu/{rank}") for rank in range(processes)]
-    if sharing := [rank for rank, other in enumerate(gpus) if other == gpu and rank != number]:
-        raise ValueError(
-            f"ranks {number} and {sharing[0]} have the same GPU. Start one process per GPU. {REHEARSE}"
-        )
+    channel.post(f"gpu/{own_rank}", own_gpu)
+    gpu_names = [channel.wait(f"gpu/{rank}") for rank in range(processes)]
+    for rank, gpu_name in enumerate(gpu_names):
+        if gpu_name == own_gpu and rank != own_rank:
+            raise ValueError(
+                f"ranks {own_rank} and {rank} use the same GPU. Start only one process per GPU. {REHEARSE}"
+            )
 
 
 def _check_device_type() -> None:
@@ -71,13 +74,13 @@ def _check_device_type() -> None:
     device_type = "XLA" if is_torch_xla_available() else device.type.upper() if device else "CPU"
     device_type = "ROCM" if device_type == "CUDA" and torch.version.hip else device_type
     if device_type not in ("CPU", "CUDA", "MPS"):
-        refuse(f"distributed_type: {device_type}", "choose multi-GPU, or no distributed training")
+        refuse(f"distributed_type: {device_type}", "choose multi-GPU or no distributed training")
 
 
 def _check_unused_gpus() -> None:
-    """Raise ValueError if torch can't use this host's GPUs.
+    """Raise ValueError if torch can't use this host's GPUs, because training would silently use the CPU.
 
-    Otherwise, training would silently run on the CPU, for example if the driver is too old.
+    One possible cause is an outdated driver.
     """
     if _gpus_are_hidden() or is_on("ACCELERATE_USE_CPU"):
         return
@@ -87,26 +90,31 @@ def _check_unused_gpus() -> None:
     inventory, cuda = list_gpus(), torch.version.cuda
     if not inventory.gpus and not inventory.problem:
         return
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     reason = driver_problem(inventory, cuda)
     if reason and inventory.problem:
         remedy = "Restart the host or the container"
     elif reason and cuda:
-        remedy = f"Install {needed_driver(cuda)}, or a torch for this driver (README, GPUs and drivers)"
+        remedy = (
+            f"Install {needed_driver(cuda)}, or a torch build for this driver (see README, GPUs and drivers)"
+        )
     elif reason:
-        remedy = "Install a torch with CUDA (README, GPUs and drivers)"
-    elif visible is not None:
-        reason, remedy = f"CUDA_VISIBLE_DEVICES={visible} names none of them", "Correct the variable"
+        remedy = "Install a torch build with CUDA (see README, GPUs and drivers)"
+    elif visible_devices is not None:
+        reason = f"CUDA_VISIBLE_DEVICES={visible_devices} selects none of the host's GPUs"
+        remedy = "Correct CUDA_VISIBLE_DEVICES"
     else:
         reason, remedy = _cuda_error(), "See README, GPUs and drivers"
-    gpus = f"{len(inventory.gpus)} GPUs ({inventory.gpus[0]['name']})" if inventory.gpus else "GPUs"
-    raise ValueError(f"torch can't use this host's {gpus}: {reason}. {remedy}. {REHEARSE}")
+    gpu_description = (
+        f"{len(inventory.gpus)} GPUs ({inventory.gpus[0]['name']})" if inventory.gpus else "GPUs"
+    )
+    raise ValueError(f"torch can't use this host's {gpu_description}: {reason}. {remedy}. {REHEARSE}")
 
 
 def _gpus_are_hidden() -> bool:
     """Return True if CUDA_VISIBLE_DEVICES is empty, -1, or a word such as Slurm's NoDevFiles."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible)
+    visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible_devices is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible_devices)
 
 
 def _cuda_error() -> str:
@@ -115,7 +123,7 @@ def _cuda_error() -> str:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
         return str(error).splitlines()[0]
-    return "the reason is unknown"
+    return "torch does not report the reason"
 
 
 def _check_gpu_support(device: int) -> None:
@@ -124,32 +132,34 @@ def _check_gpu_support(device: int) -> None:
 
     major, minor = torch.cuda.get_device_capability(device)
     architectures = torch.cuda.get_arch_list()
-    if architectures and not any(runs_on(code, major, minor) for code in architectures):
+    if architectures and not any(runs_on(architecture, major, minor) for architecture in architectures):
         raise ValueError(
-            f"torch {torch.__version__} has no code for GPU {device}, {torch.cuda.get_device_name(device)}"
-            f" (compute capability {major}.{minor}), only for {', '.join(architectures)}. Install a torch"
-            f" for this GPU (README, GPUs and drivers). {REHEARSE}"
+            f"torch {torch.__version__} supports only {', '.join(architectures)}, but GPU {device}"
+            f" ({torch.cuda.get_device_name(device)}) has compute capability {major}.{minor}. Install a torch"
+            f" build for this GPU (see README, GPUs and drivers). {REHEARSE}"
         )
 
 
 def choose_algorithms(deterministic: bool) -> None:
-    """Select the fastest algorithms or deterministic algorithms. Call this before the first GPU operation.
+    """Select either deterministic algorithms or the fastest algorithms.
 
-    The fastest algorithms: cuDNN benchmarks its algorithms once per convolution shape. Shapes rarely change.
+    Call this function before the first GPU operation. Without `deterministic`, cuDNN benchmarks its
+    algorithms once for each convolution shape, because shapes rarely change.
 
-    Deterministic algorithms: all runs on the same GPUs produce bitwise identical results. An operation
-    without a deterministic algorithm raises RuntimeError. By default, a GPU adds numbers in the order in
+    With `deterministic`, all runs on the same GPUs produce bitwise identical results. An operation without a
+    deterministic algorithm raises RuntimeError. Without `deterministic`, a GPU adds numbers in the order in
     which its thread blocks finish (atomic additions in the backward pass), cuBLAS may choose different
-    algorithms in each run, and fp32 convolutions round their inputs to TF32. On a CPU, the setting has no
+    algorithms in each run, and fp32 convolutions round their inputs to TF32. On a CPU, the argument has no
     effect. See https://docs.pytorch.org/docs/stable/notes/randomness.html
     """
-    torch.backends.cudnn.benchmark = not deterministic  # timings decide, and differ between runs
+    # Benchmarks depend on timings, which differ between runs
+    torch.backends.cudnn.benchmark = not deterministic
     if not deterministic:
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read while cuBLAS is initialised
     torch.use_deterministic_algorithms(True)
-    # mypy does not know this property. Filling uninitialised memory takes time, and the project never reads
-    # such memory.
+    # Mypy does not know this property. Filling uninitialised memory takes time, and this project never reads
+    # uninitialised memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.allow_tf32 = False
@@ -157,7 +167,7 @@ def choose_algorithms(deterministic: bool) -> None:
 
 
 def rehearse_on_cpu(backend: str = "gloo") -> None:
-    """Let Accelerate run DDP, FSDP2 and DeepSpeed in CPU processes, with config files meant for GPUs.
+    """Let Accelerate run DDP, FSDP2 and DeepSpeed in CPU processes, with config files for GPUs.
 
     This function replaces the only two methods of Accelerate that look for a GPU.
     """
@@ -180,8 +190,9 @@ def use_all_cores(deterministic: bool = False) -> None:
     process in a larger job.
 
     Args:
-        deterministic: Whether to use a fixed number of threads, because the order of additions in kernels
-            depends on it. The number is the user's OMP_NUM_THREADS, or 1 if it is unset.
+        deterministic: True to use a fixed number of threads, because the order of additions in kernels
+            depends on the number of threads. The fixed number is the user's OMP_NUM_THREADS, or 1 if this
+            variable is not set.
     """
     if deterministic:
         torch.set_num_threads(int(_users_environment().get("OMP_NUM_THREADS", "1").partition(",")[0]))
@@ -193,18 +204,22 @@ def use_all_cores(deterministic: bool = False) -> None:
 
 
 def _users_environment() -> Mapping[str, str]:
-    """Return the environment in which the user started the job, which is the launcher's or this process's."""
+    """Return the environment in which the user started the job.
+
+    In a launched job, the result is the launcher's environment. Otherwise, the result is this process's
+    environment.
+    """
     try:
         return psutil.Process(os.getppid()).environ() if launched() else os.environ
-    except psutil.Error:  # the launcher has just exited, or its environment is hidden
+    except psutil.Error:  # the launcher has just exited, or its environment is not readable
         return {}
 
 
 def keep_freed_memory() -> None:
     """Make glibc reuse the memory of freed activations instead of returning this memory to the kernel.
 
-    For CNN-A at batch 256 on one thread, this reduces the CPU time of a step from 82 ms to 57 ms, and the
-    number of page faults from 14,000 to 0.
+    For CNN-A at batch size 256 on one thread, the reuse reduces the CPU time of a step from 82 ms to 57 ms,
+    and the number of page faults from 14,000 to 0.
     """
     libc = ctypes.CDLL(None)
     libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD: allocate blocks of up to 1 GiB from the heap

@@ -1,4 +1,4 @@
-"""Exponential moving average (EMA) of the weights, under every strategy."""
+"""Computes an exponential moving average (EMA) of the weights, under every strategy."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from onecurve.distributed.layout import layout_of
 from onecurve.upstream.torch_ import lerp_
 
-EXCHANGED_BYTES = 64 * 2**20  # size of the temporary memory that is used to swap two tensors
+EXCHANGED_BYTES = 64 * 2**20  # size of the temporary memory with which two tensors are swapped
 
 
 class EMA:
-    """Exponential moving average of the fp32 weights. Each process averages its local shard.
+    """Exponential moving average of the fp32 weights. Each process averages its local tensors.
 
-    The averaged tensors are the master weights under ZeRO, the local shards under FSDP2, and the parameters
-    under other strategies. As in TensorFlow, the decay is min(decay, (1 + step) / (10 + step)), so early
-    averages cover fewer steps.
+    The local tensors are partitions of the master weights under ZeRO, shards under FSDP2, and whole
+    parameters under other strategies. As in TensorFlow, the decay is min(decay, (1 + step) / (10 + step)), so
+    early averages cover fewer steps.
     """
 
     def __init__(self, model: nn.Module, optimizer: AcceleratedOptimizer, decay: float):
@@ -28,31 +28,31 @@ class EMA:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Update the averages after optimizer step `step`, counted from 0."""
+        """Update the averages after optimizer step `step`. The first step is step 0."""
         decay = min(self.decay, (1 + step) / (10 + step))
         lerp_(self.averages, self.layout.local, 1 - decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Use the averaged weights in the model within the context. Entry and exit are collective."""
-        _exchange(self.averages, self.layout.local)
+        """Use the averaged weights in the model inside the context. Entry and exit are collective."""
+        _swap(self.averages, self.layout.local)
         try:
             self.layout.sync()
             yield
         finally:
-            _exchange(self.averages, self.layout.local)
+            _swap(self.averages, self.layout.local)
         self.layout.sync()
 
 
 @torch.no_grad()
-def _exchange(tensors: list[Tensor], others: list[Tensor]) -> None:
+def _swap(first_tensors: list[Tensor], second_tensors: list[Tensor]) -> None:
     """Swap the contents of two lists of tensors."""
-    for a, b in zip(tensors, others, strict=True):
-        if not a.numel():
+    for first, second in zip(first_tensors, second_tensors, strict=True):
+        if not first.numel():
             continue
-        a, b = torch.atleast_1d(a), torch.atleast_1d(b)
-        rows = max(1, EXCHANGED_BYTES * len(a) // a.nbytes)
-        for a_rows, b_rows in zip(a.split(rows), b.split(rows), strict=True):
-            copy = a_rows.clone()
-            a_rows.copy_(b_rows)
-            b_rows.copy_(copy)
+        first, second = torch.atleast_1d(first), torch.atleast_1d(second)
+        rows = max(1, EXCHANGED_BYTES * len(first) // first.nbytes)
+        for first_rows, second_rows in zip(first.split(rows), second.split(rows), strict=True):
+            saved_rows = first_rows.clone()
+            first_rows.copy_(second_rows)
+            second_rows.copy_(saved_rows)

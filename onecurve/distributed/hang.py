@@ -1,4 +1,4 @@
-"""Report of a hanging job, with evidence from each rank and a table that shows which rank is blocking.
+"""Reports a hanging job, with evidence from each rank and a table that shows which rank is blocking.
 
 NCCL's watchdog aborts a process without a Python error message. Therefore, a rank collects evidence from all
 ranks when a collective has waited for most of the timeout. A suspended rank does not answer. If the store's
@@ -30,16 +30,16 @@ from onecurve.upstream.torch_ import flight_record
 if TYPE_CHECKING:
     from onecurve.distributed.channel import Channel
 
-Evidence = dict[str, Any]  # a rank's report, created by evidence()
-KEPT = 256  # number of recorded collectives; reading torch's default number of 2,000 takes 35 ms or more
-REPLAY, GRAPH = "replay", "graph"  # names used for a replay's operation and group in the evidence
-COLUMNS = ("rank", "host", "phase", "step", "where", "last collective", "last sign of life")
-REPORTING = ("hang.py", "watch.py")  # files that create the report, which are skipped in stacks
-ANSWER_S = 1.0  # seconds to wait for answers from other ranks
+Evidence = dict[str, Any]  # report of one rank, created by evidence()
+KEPT = 256  # number of collectives that torch records; reading the default number, 2,000, takes 35 ms or more
+REPLAY, GRAPH = "replay", "graph"  # names of a replay's operation and group in the evidence
+COLUMNS = ("rank", "host", "phase", "step", "where", "last collective", "last heartbeat")
+REPORTING = ("hang.py", "watch.py")  # files that create the report, whose stack frames are skipped
+ANSWER_S = 1.0  # seconds to wait for other ranks' answers
 
 
 def record_collectives() -> None:
-    """Configure torch to record few collectives and write no pickles after a timeout.
+    """Configure torch to record few collectives, and to write no pickle files after a timeout.
 
     Call this function before the first process group is created.
     """
@@ -50,10 +50,11 @@ def record_collectives() -> None:
 
 
 def collectives() -> list[dict[str, Any]]:
-    """Return the collectives in torch's flight recorder, and the tracked replay, oldest first.
+    """Return the collectives in torch's flight recorder and the tracked graph replay, oldest first.
 
-    Each entry has the keys op, group, number, age_s and is_done. `number` is counted per process group, so a
-    rank with a smaller last number is behind. torch does not record collectives inside a CUDA graph.
+    Each entry contains the keys op, group, number, age_s and is_done. The recorder counts `number` separately
+    for each process group, so a rank with a smaller last number is behind. torch does not record collectives
+    inside a CUDA graph.
     """
     entries = flight_record()
     unique = {(e["profiling_name"], e["process_group"][0], e["record_id"]): e for e in entries}
@@ -72,7 +73,7 @@ def collectives() -> list[dict[str, Any]]:
 
 
 def _replay() -> list[dict[str, Any]]:
-    """Return the tracked replay as a one-entry list, in the format of a collective, or [] without one."""
+    """Return a list with the tracked graph replay in the format of a collective, or an empty list."""
     if (replay := now.replay) is None:
         return []
     entry = {"op": REPLAY, "group": GRAPH, "number": replay.launched, "age_s": time.time() - replay.since}
@@ -80,7 +81,10 @@ def _replay() -> list[dict[str, Any]]:
 
 
 def evidence(rank: int, hosts: list[str]) -> Evidence:
-    """Return this process's evidence for JSON. It contains files, lines and functions, but no variables."""
+    """Return this process's evidence as JSON-serialisable values.
+
+    The evidence contains files, lines and functions, but no variables.
+    """
     recorded = collectives()
     return {
         "rank": rank,
@@ -88,7 +92,7 @@ def evidence(rank: int, hosts: list[str]) -> Evidence:
         "hosts": hosts,
         "phase": now.phase,
         "step": now.step,
-        "where": _where(main_threads_frame()),
+        "where": _innermost_project_frame(main_threads_frame()),
         "waits": [entry for entry in recorded if not entry["is_done"]],
         "last": recorded[-1] if recorded else None,
         "sequence": {
@@ -98,7 +102,7 @@ def evidence(rank: int, hosts: list[str]) -> Evidence:
     }
 
 
-def _where(frame: FrameType | None) -> str:
+def _innermost_project_frame(frame: FrameType | None) -> str:
     """Return the innermost stack frame inside the project or the script's folder as text."""
     roots = (ROOT, Path(sys.argv[0]).resolve().parent)
     while frame:
@@ -123,21 +127,21 @@ def hang_table(reports: Sequence[Evidence]) -> list[str]:
     """Return a line that names the blocking rank, followed by the lines of a table with one row per rank.
 
     Args:
-        reports: The evidence of the ranks that answered. All other ranks are silent. At least one report
-            contains `hosts`, the host of each rank.
+        reports: Evidence of the ranks that answered. Ranks without a report are silent. At least one report
+            contains `hosts`, which lists the host of each rank.
     """
     rows = {row["rank"]: row for row in reports}
     hosts = max((row.get("hosts", []) for row in reports), key=len)
-    last_seen = _last_seen(reports)
-    cells = [list(COLUMNS)]
+    heartbeat_ages = _time_since_heartbeat(reports)
+    table_rows = [list(COLUMNS)]
     for rank, host in enumerate(hosts):
         if (row := rows.get(rank)) is None:
-            cells.append([str(rank), host, "silent", "-", "-", "-", last_seen.get(rank, "unknown")])
+            table_rows.append([str(rank), host, "silent", "-", "-", "-", heartbeat_ages.get(rank, "unknown")])
             continue
-        step = f"{row['step']:,}"
-        cells.append([str(rank), row["host"], row["phase"], step, row["where"], _last(row), "now"])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+        step, last_collective = f"{row['step']:,}", _describe_last_collective(row)
+        table_rows.append([str(rank), row["host"], row["phase"], step, row["where"], last_collective, "now"])
+    widths = [max(map(len, column)) for column in zip(*table_rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table_rows]
     return [f"the job hangs: {awaited(rows, hosts)}", *lines]
 
 
@@ -145,41 +149,43 @@ def awaited(rows: dict[int, Evidence], hosts: Sequence[str]) -> str:
     """Return a phrase that names the blocking ranks.
 
     Args:
-        rows: The evidence of the ranks that answered, by rank.
-        hosts: The host of each rank.
+        rows: Evidence of the ranks that answered, by rank.
+        hosts: Host of each rank.
     """
     if silent := [rank for rank in range(len(hosts)) if rank not in rows]:
         verb = "is" if len(silent) == 1 else "are"
-        return f"{_named(silent, hosts)} {verb} silent: stopped by a signal, or its host is unreachable"
+        names = _rank_names(silent, hosts)
+        return f"{names} {verb} silent: a signal stopped the process, or the host is unreachable"
     waits = {rank: row["waits"][0] for rank, row in rows.items() if row["waits"]}
     if not waits:
-        return "no rank waits in a collective"
-    behind = {
+        return "no rank is waiting in a collective"
+    late_ranks = {
         rank
         for wait in waits.values()
         for rank, row in rows.items()
         if row["sequence"].get(wait["group"], wait["number"]) < wait["number"]
-        and not (wait["group"] == GRAPH and rank in waits)  # hosts launch different numbers of replays ahead
+        # Hosts may launch different numbers of replays in advance
+        and not (wait["group"] == GRAPH and rank in waits)
     }
-    if blocking_ranks := sorted(behind) or sorted(rows.keys() - waits.keys()):
+    if blocking_ranks := sorted(late_ranks) or sorted(rows.keys() - waits.keys()):
         positions = {f"{rows[rank]['phase']} at {rows[rank]['where']}" for rank in blocking_ranks}
         ops = sorted({wait["op"] for rank, wait in waits.items() if rank not in blocking_ranks})
         verb = "has" if len(blocking_ranks) == 1 else "have"
         problem = f"{verb} not reached {', '.join(ops)}, where" if ops else f"{verb} stopped, and"
-        names = _named(blocking_ranks, hosts)
+        names = _rank_names(blocking_ranks, hosts)
         return f"{names} {problem} other ranks wait: {'; '.join(sorted(positions))}"
     distinct_waits = {(wait["op"], wait["number"] * (wait["group"] != GRAPH)) for wait in waits.values()}
     if len(distinct_waits) > 1:
         calls = [f"rank {rank} in {wait['op']} {wait['number']}" for rank, wait in sorted(waits.items())]
-        return f"the ranks are in different collectives: {', '.join(calls)}"
-    return "all ranks are in the same collective: the network or a device is stuck"
+        return f"the ranks are waiting in different collectives: {', '.join(calls)}"
+    return "all ranks are waiting in the same collective, so the network or a device is stuck"
 
 
-def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+def _rank_names(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     return ", ".join(f"rank {rank} ({hosts[rank]})" for rank in ranks)
 
 
-def _last(row: Evidence) -> str:
+def _describe_last_collective(row: Evidence) -> str:
     collective = row["waits"][0] if row["waits"] else row["last"]
     if not collective:
         return "-"
@@ -187,8 +193,8 @@ def _last(row: Evidence) -> str:
     return f"{collective['op']} {collective['number']} of group {collective['group']}, {state}"
 
 
-def _last_seen(reports: Sequence[Evidence]) -> dict[int, str]:
-    """Return how long ago each silent rank's last heartbeat was, as text."""
+def _time_since_heartbeat(reports: Sequence[Evidence]) -> dict[int, str]:
+    """Return a text for each silent rank that states the time since its last heartbeat."""
     ages: dict[int, float] = {}
     for row in reports:
         for rank, age_s in row.get("silent_s", {}).items():
@@ -197,12 +203,12 @@ def _last_seen(reports: Sequence[Evidence]) -> dict[int, str]:
 
 
 class HangReport:
-    """Exchange of evidence about a hanging job between this rank and other ranks through the store.
+    """Exchange of evidence about a hanging job between this rank and other ranks, through the store.
 
     Args:
-        job: Name of the job, which changes after a restart.
+        job: Unique name of the job, which changes after a restart.
         rank: This process's rank.
-        hosts: The host of each rank.
+        hosts: Host of each rank.
         channel: Channel that only make() uses, in a separate thread.
     """
 
@@ -216,34 +222,37 @@ class HangReport:
         self.is_made = False
 
     def beat(self, channel: "Channel") -> None:
-        """Send a heartbeat."""
+        """Send a heartbeat to the store."""
         channel.post(f"{self._alive}/{self._rank}", time.time())
 
     def answer(self, channel: "Channel") -> None:
         """Send this rank's evidence if another rank has requested evidence."""
         if not self._has_answered and channel.read(self._question) is not None:
             self._has_answered = True
-            channel.post(f"{self._question}/{self._rank}", self._report_evidence())
+            channel.post(f"{self._question}/{self._rank}", self._publish_evidence())
 
     def make(self) -> None:
-        """Report this rank's evidence, request other ranks' evidence, and show the table. Act only once."""
+        """Report this rank's evidence, request other ranks' evidence, and show the table.
+
+        Only the first call has an effect.
+        """
         with self._lock:
             if self.is_made:
                 return
             self.is_made = True
-        rows = {self._rank: self._report_evidence()}
-        asking = start_daemon(lambda: self._ask(rows))
+        rows = {self._rank: self._publish_evidence()}
+        asking = start_daemon(lambda: self._collect_evidence(rows))
         is_first = True
-        with contextlib.suppress(TimeoutError):  # raised if the store does not answer
+        with contextlib.suppress(TimeoutError):  # the store may not answer
             is_first = asking.result(2 * ANSWER_S)
-        report("hang", **rows[self._rank])  # the second report includes the last heartbeats of silent ranks
+        report("hang", **rows[self._rank])  # this second report includes the last heartbeats of silent ranks
         if EVENTS_FILE not in os.environ and is_first:
             lines = hang_table(list(rows.values()))
-            lines.append(f"stacks of all threads: {self._stacks_folder}, on each host")
+            lines.append(f"The stack traces of all threads are in {self._stacks_folder} on each host.")
             log.warning("\n".join(lines))
 
-    def _ask(self, rows: dict[int, Evidence]) -> bool:
-        """Add other ranks' evidence to `rows`. Return False if another rank requested evidence first."""
+    def _collect_evidence(self, rows: dict[int, Evidence]) -> bool:
+        """Add other ranks' evidence to `rows`. Return False if another rank requested evidence earlier."""
         channel = self._channel
         is_first = channel.first(self._question, self._rank) == self._rank
         deadline = time.monotonic() + ANSWER_S
@@ -257,8 +266,11 @@ class HangReport:
                 rows[self._rank]["silent_s"][rank] = time.time() - alive_at
         return is_first
 
-    def _report_evidence(self) -> Evidence:
-        """Return this rank's evidence. The first call sends it to launch.py or writes stacks to a file."""
+    def _publish_evidence(self) -> Evidence:
+        """Return this rank's evidence.
+
+        The first call also sends the evidence to launch.py, or writes the stack traces to a file.
+        """
         with self._lock:
             if self._evidence is None:
                 self._evidence, text = evidence(self._rank, self._hosts), stacks()

@@ -1,4 +1,4 @@
-"""Sharing of rank 0's initial weights with all ranks."""
+"""Copies rank 0's initial weights to all ranks."""
 
 import hashlib
 
@@ -15,10 +15,10 @@ def share_initial_weights(accelerator: Accelerator, model: nn.Module) -> None:
     """Copy rank 0's initial weights to all ranks.
 
     All ranks draw their weights with the same seed, but CPUs with different instruction sets round
-    differently. If the weights are already equal, no weights are sent.
+    differently. If all ranks have drawn identical weights, no weights are sent.
 
     Raises:
-        ValueError: Names, shapes or types of parameters differ between ranks.
+        ValueError: If names, shapes or dtypes of parameters differ between ranks.
     """
     tensors = model.state_dict()
     shapes = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors.items()}
@@ -28,7 +28,8 @@ def share_initial_weights(accelerator: Accelerator, model: nn.Module) -> None:
     for tensor in tensors.values():
         tensor.copy_(broadcast(tensor.to(accelerator.device)))
     accelerator.print(
-        "the ranks drew different initial weights, as different CPUs do; using rank 0's weights"
+        "the ranks' initial weights differ, because their CPUs round differently. All ranks use rank 0's"
+        " weights."
     )
 
 

@@ -1,4 +1,4 @@
-"""JobAccelerator, a subclass of Accelerate's Accelerator that stores a job's settings."""
+"""Defines JobAccelerator, a subclass of Accelerate's Accelerator that stores a job's settings."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 class JobAccelerator(Accelerator):
-    """Accelerator that stores a job's settings. make_accelerator(), start() and wrap() set the attributes.
+    """Accelerator that stores a job's settings, which make_accelerator(), start() and wrap() determine.
 
     Attributes:
         precision: Number formats used in training.
-        compilation: Arguments of torch.compile, which start() chooses. None before that.
+        compilation: Arguments of torch.compile, or None before start() chooses the arguments.
         step_graph: True if each step runs as a CUDA graph.
-        step_stream: CUDA stream of the step graphs. None on a CPU.
+        step_stream: CUDA stream of the step graphs, or None without step graphs on a GPU.
         deterministic: Value of --deterministic.
-        grad_checkpointing: True if the flag or FSDP's config enables activation checkpointing.
-        exact_sum: Object that adds gradients exactly with --deterministic. wrap() creates it.
-        short_attention: True if the device supports the kernel of models/attention.py. After wrap(), True
+        grad_checkpointing: True if --grad_checkpointing or FSDP2's config enables activation checkpointing.
+        exact_sum: Object that adds gradients exactly with --deterministic. wrap() creates this object.
+        short_attention: True if the device supports the kernel in models/attention.py. After wrap(), True
             only if the model also uses this kernel.
-        prepared: The wrapped model. None before wrap().
+        prepared: The wrapped model, or None before wrap().
     """
 
     precision: Precision
@@ -45,12 +45,12 @@ class JobAccelerator(Accelerator):
     prepared: nn.Module | None = None
 
     def print(self, *values: Any, **_: Any) -> None:
-        """Log a line in the first process of each host."""
+        """Log a line in the first process on each host."""
         if is_hosts_first():
             log.info(" ".join(map(str, values)))
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Compute a micro-batch's gradients. After a step's last micro-batch, exchange the sums."""
+        """Compute a micro-batch's gradients. After a step's last micro-batch, exchange the gradient sums."""
         if self.exact_sum:
             self.exact_sum.backward(loss, **kwargs)
         else:

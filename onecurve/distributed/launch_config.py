@@ -1,4 +1,4 @@
-"""Checks that the job supports every answer in the launcher's config before the job starts.
+"""Checks before a job starts that the job supports every answer in the launcher's config.
 
 Accelerate's launcher passes the answers of `accelerate config` to each process in environment variables.
 supported.yaml lists the supported values of each answer, and the supported keys of a DeepSpeed JSON file.
@@ -21,13 +21,13 @@ from onecurve.system.text import did_you_mean
 
 # Environment variables in which MPI launchers store the number of processes
 MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-# Keys of an accelerate config that must be set in the DeepSpeed JSON file instead if the config names such a
-# file
+# Keys that a user must set in the DeepSpeed JSON file instead of the accelerate config, if the config refers
+# to such a file
 IN_JSON = (
     *("mixed_precision", "zero_stage", "gradient_clipping", "gradient_accumulation_steps"),
     *("offload_optimizer_device", "offload_param_device", "zero3_save_16bit_model"),
 )
-SCRIPTS_OWN = ("optimizer", "scheduler")  # sections of a DeepSpeed JSON that the script decides
+SCRIPTS_OWN = ("optimizer", "scheduler")  # sections of a DeepSpeed JSON whose content the script determines
 
 
 @cache
@@ -45,7 +45,7 @@ def check_launch_config(
     deepspeed_config: str | None = None,
     precision: str | None = None,
 ) -> dict[str, Any] | None:
-    """Check the launcher's answers.
+    """Check the launcher's answers, and read the DeepSpeed JSON file.
 
     Args:
         env: Environment variables, which contain the launcher's answers.
@@ -57,9 +57,9 @@ def check_launch_config(
         The content of the DeepSpeed JSON file, or None without such a file.
 
     Raises:
-        ValueError: An answer is not supported. The message names the first unsupported answer.
+        ValueError: If an answer is not supported. The error message names the first unsupported answer.
     """
-    env = {"FSDP_VERSION": "1", **env}  # Accelerate's default
+    env = {"FSDP_VERSION": "1", **env}  # default value of Accelerate
     for switch, answers in supported()["answers"].items():
         for key, (variable, *limits) in answers.items():
             value = env.get(variable)
@@ -71,11 +71,12 @@ def check_launch_config(
                 refuse(key if ": " in key else f"{key}: {value}", advice)
     _check_processes(env)
     if is_on("ACCELERATE_USE_PARALLELISM_CONFIG", env):
-        _check_sizes(env, processes)
+        _check_parallelism_sizes(env, processes)
     config_uses_deepspeed = is_on("ACCELERATE_USE_DEEPSPEED", env)
     if (deepspeed_config or config_uses_deepspeed) and importlib.util.find_spec("deepspeed") is None:
         raise ValueError(
-            "ZeRO needs DeepSpeed, which is not installed. Install it, or choose one of fsdp_*.yaml."
+            "ZeRO needs DeepSpeed, which is not installed. Install DeepSpeed, or choose one of the"
+            " fsdp_*.yaml files in accelerate_configs/."
         )
     if deepspeed_config:
         _check_launcher(env, deepspeed_config)
@@ -88,15 +89,15 @@ def check_launch_config(
 
 
 def refuse(answer: str, advice: str) -> NoReturn:
-    """Raise ValueError for an unsupported answer of the accelerate config."""
-    raise ValueError(f"the accelerate config has {answer}, which is not supported: {advice}")
+    """Raise ValueError for an unsupported answer in the accelerate config."""
+    raise ValueError(f"the accelerate config contains {answer}, which is not supported: {advice}")
 
 
 def _check_processes(env: Mapping[str, str]) -> None:
     """Raise ValueError if the processes would form separate jobs, or if only one process would start.
 
     The refused environments are MPI, `multi-CPU` (which starts a single process without MPI), and WORLD_SIZE
-    without LOCAL_RANK. If LOCAL_RANK is missing, Accelerate treats each process as a separate job.
+    without LOCAL_RANK. Without LOCAL_RANK, Accelerate treats each process as a separate job.
     """
     if int(env.get("LOCAL_RANK", "-1")) >= 0:
         return
@@ -104,37 +105,38 @@ def _check_processes(env: Mapping[str, str]) -> None:
     if any(env.get(name, value) != value for name, value in single_process.items()):
         assignments = " and ".join(f"{name}={env[name]}" for name in single_process if name in env)
         raise ValueError(
-            f"the environment has {assignments} without LOCAL_RANK, so this process would train alone on part"
-            " of each batch. Start it with torchrun, or unset these variables."
+            f"the environment contains {assignments} but not LOCAL_RANK, so this process would train alone on"
+            " part of each batch. Start the script with torchrun, or unset these environment variables."
         )
-    advice = "choose multi-GPU, also to rehearse with several processes on a CPU"
+    advice = "choose multi-GPU, which also supports a rehearsal with several CPU processes"
     if any(int(env.get(name) or 1) > 1 for name in MPI_SIZES):
         refuse("mpirun_config: yes", advice)
     if is_on("ACCELERATE_USE_CPU", env) and "MASTER_PORT" in env:
-        refuse("distributed_type: MULTI_CPU", f"it starts only one process; {advice}")
+        refuse("distributed_type: MULTI_CPU", f"MULTI_CPU would start only one process. Instead, {advice}")
 
 
-def _check_sizes(env: Mapping[str, str], processes: int) -> None:
+def _check_parallelism_sizes(env: Mapping[str, str], processes: int) -> None:
     replicas, shards = (
         int(env.get(f"PARALLELISM_CONFIG_DP_{name}_SIZE", "1")) for name in ("REPLICATE", "SHARD")
     )
     if shards == 1 or replicas * shards != processes:
         refuse(
             f"parallelism_config_dp_replicate_size: {replicas} and dp_shard_size: {shards}",
-            f"make their product equal to the {processes} processes, and dp_shard_size larger than 1",
+            f"the product of the two sizes must be {processes} (the number of processes), and dp_shard_size"
+            " must be larger than 1",
         )
 
 
 def _check_launcher(env: Mapping[str, str], deepspeed_config: str) -> None:
     if "LOCAL_RANK" not in env:
         raise ValueError(
-            f"--deepspeed_config {deepspeed_config} needs a launcher. Run"
-            f" deepspeed --num_gpus 2 {sys.argv[0]} ..."
+            f"--deepspeed_config {deepspeed_config} requires a launcher. Run"
+            f" `deepspeed --num_gpus 2 {sys.argv[0]} ...`."
         )
     if is_on("ACCELERATE_USE_FSDP", env) or is_on("ACCELERATE_USE_DEEPSPEED", env):
         raise ValueError(
-            "--deepspeed_config conflicts with an accelerate config that selects a strategy. Give only"
-            " one of them."
+            "--deepspeed_config conflicts with an accelerate config that selects a strategy. Use only"
+            " --deepspeed_config or only the accelerate config."
         )
 
 
@@ -142,7 +144,9 @@ def _check_deepspeed_answers(env: Mapping[str, str], file: str) -> None:
     if file == "none":
         stage = env.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
         if stage != "3" and env.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none") != "none":
-            refuse("offload_param_device: cpu", f"it needs zero_stage: 3, but zero_stage is {stage}")
+            refuse(
+                "offload_param_device: cpu", f"offloading requires zero_stage: 3, but zero_stage is {stage}"
+            )
         return
     fields = env.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
     if duplicates := [name for name in IN_JSON if name in fields]:
@@ -153,12 +157,12 @@ def _read_deepspeed(name: str, file: str, precision: str | None = None) -> dict[
     """Return the content of a DeepSpeed JSON file.
 
     Args:
-        name: The flag or config key that refers to the file.
+        name: Flag or config key that refers to the file.
         file: Path of the file.
         precision: Value of --mixed_precision.
 
     Raises:
-        ValueError: The file is invalid or contains unsupported keys. The message lists the keys.
+        ValueError: If the file is invalid or contains unsupported keys. The error message lists these keys.
     """
     try:
         config = parse_json(Path(file).read_bytes(), f"{name} {file}")
@@ -166,97 +170,109 @@ def _read_deepspeed(name: str, file: str, precision: str | None = None) -> dict[
         raise ValueError(f"{name} {file}: {error.strerror}") from None
     zero = config.get("zero_optimization")
     if not isinstance(zero, dict):
-        raise ValueError(f"{file} has no zero_optimization. Choose a file of ds_configs/.")
+        raise ValueError(f"{file} has no section zero_optimization. Choose a file in ds_configs/.")
     for key in ("bf16", "fp16", "offload_optimizer", "offload_param"):
         if not isinstance(section := (zero if "offload" in key else config).get(key, {}), dict):
             example = '{"device": "cpu"}' if "offload" in key else '{"enabled": true}'
-            raise ValueError(f"{file} has {key} {json.dumps(section)}. Write {example}, or remove {key}.")
-    problems = [*_unsupported(config, ""), *_unsupported(zero, "zero_optimization")]
+            raise ValueError(
+                f"{file} sets {key} to {json.dumps(section)}, which is not supported. Set {key} to {example},"
+                f" or remove {key}."
+            )
+    problems = [*_unsupported_keys(config, ""), *_unsupported_keys(zero, "zero_optimization")]
     if (stage := zero.get("stage")) not in (1, 2, 3):
         problems.append(f"zero_optimization.stage {stage} (choose 1, 2 or 3)")
-    for part in ("offload_optimizer", "offload_param"):
-        section = zero.get(part, {})
-        problems += _unsupported(section, part)
+    for offload_section in ("offload_optimizer", "offload_param"):
+        section = zero.get(offload_section, {})
+        problems += _unsupported_keys(section, offload_section)
         device = section.get("device", "none")
         if device not in ("none", "cpu"):
-            problems.append(f"{part}.device {device} (choose cpu)")
-        if part == "offload_param" and device != "none" and stage != 3:
-            problems.append(f"offload_param (it needs stage 3, but the stage is {stage})")
+            problems.append(f"{offload_section}.device {device} (choose cpu)")
+        if offload_section == "offload_param" and device != "none" and stage != 3:
+            problems.append(f"offload_param (requires stage 3, but the stage is {stage})")
     if problems:
         offload = "_offload" if stage != 1 and (zero.get("offload_optimizer") or {}).get("device") else ""
         equivalent = f"ds_configs/zero{stage}{offload}.json" if stage in (1, 2, 3) else "a ddp_* config"
         raise ValueError(
-            f"{file} has unsupported keys: {', '.join(problems)}. Without them, it equals {equivalent}."
+            f"{file} contains unsupported keys: {', '.join(problems)}. Without these keys, the file is"
+            f" equivalent to {equivalent}."
         )
     _check_precisions(config, file, precision)
     return config
 
 
-def _unsupported(section: dict[str, Any], name: str) -> Iterator[str]:
-    """Yield each unsupported key of a section, followed by advice."""
+def _unsupported_keys(section: dict[str, Any], name: str) -> Iterator[str]:
+    """Yield each unsupported key in a section, followed by advice."""
     known = " ".join(supported()["deepspeed"][name]).split()
     for key, value in section.items():
         is_off = value in (None, False) or (isinstance(value, dict) and value.get("enabled") is False)
-        if key in known or is_off or (not name and key in SCRIPTS_OWN and _is_auto(value)):
+        if key in known or is_off or (not name and key in SCRIPTS_OWN and _is_all_auto(value)):
             continue
         advice = did_you_mean(key, known) or supported()["deepspeed_advice"].get(key, "remove it")
         yield f"{name}.{key} ({advice})" if name else f"{key} ({advice})"
 
 
-def _is_auto(section: Any) -> bool:
+def _is_all_auto(section: Any) -> bool:
     """Return True if an optimizer or scheduler section leaves all settings to the script ("auto")."""
     section = section if isinstance(section, dict) else {}
     values = (section.get("params") or {}).values()
     is_other_type = section.get("type", "AdamW") not in ("Adam", "AdamW", "WarmupLR", "WarmupDecayLR")
-    return bool(values) and not is_other_type and all(v == "auto" or isinstance(v, bool) for v in values)
+    if not values or is_other_type:
+        return False
+    return all(value == "auto" or isinstance(value, bool) for value in values)
 
 
 def settle_auto(config: dict[str, Any]) -> list[str]:
-    """Replace the remaining "auto" values of a DeepSpeed JSON in place. Return remarks about these values."""
+    """Replace the remaining "auto" values in a DeepSpeed config in place, and return remarks for the user."""
     remarks = []
     if removed := [key for key in SCRIPTS_OWN if config.pop(key, None)]:
-        remarks.append(f"DeepSpeed's {' and '.join(removed)}, all \"auto\": using the script's own")
-    zero = config.get("zero_optimization", {})
-    if auto_keys := [key for key, value in zero.items() if value == "auto"]:
-        file = f"ds_configs/zero{zero['stage']}.json"
-        shipped = json.loads((ROOT / file).read_text())["zero_optimization"]
+        sections = " and ".join(removed)
+        remarks.append(
+            f'using the script\'s {sections}, because the DeepSpeed config sets {sections} to "auto"'
+        )
+    zero_section = config.get("zero_optimization", {})
+    if auto_keys := [key for key, value in zero_section.items() if value == "auto"]:
+        shipped_file = f"ds_configs/zero{zero_section['stage']}.json"
+        shipped = json.loads((ROOT / shipped_file).read_text())["zero_optimization"]
         for key in auto_keys:
-            del zero[key]  # use DeepSpeed's default
-        zero |= {key: shipped[key] for key in auto_keys if key in shipped}
-        numbers = ", ".join(f"{key} {zero.get(key, 'by default')}" for key in auto_keys)
-        remarks.append(f'"auto" would read the size of a language model; using {numbers}, as in {file}')
+            del zero_section[key]  # use DeepSpeed's default
+        zero_section |= {key: shipped[key] for key in auto_keys if key in shipped}
+        descriptions = ", ".join(f"{key} {zero_section.get(key, 'by default')}" for key in auto_keys)
+        remarks.append(
+            f'using {descriptions}, as in {shipped_file}, because DeepSpeed can compute "auto" only from the'
+            " hidden size of a language model"
+        )
     return remarks
 
 
 def _check_precisions(config: dict[str, Any], file: str, precision: str | None) -> None:
-    enabled, bf16 = _precisions(config), config.get("bf16") or {}
+    enabled_by_precision, bf16 = _enabled_by_precision(config), config.get("bf16") or {}
     engine_settings = [key for key in bf16 if key not in ("enabled", "check_grad_overflow")]
-    if engine_settings and not enabled.get("bf16"):
+    if engine_settings and not enabled_by_precision.get("bf16"):
         raise ValueError(
-            f"{file} has bf16.{engine_settings[0]}, a setting of DeepSpeed's own bf16. Remove"
-            " it, or write enabled true."
+            f"{file} sets bf16.{engine_settings[0]}, which applies only to DeepSpeed's own bf16 mode. Remove"
+            " this key, or set bf16.enabled to true."
         )
-    if all(enabled.get(dtype) for dtype in ("bf16", "fp16")):
-        raise ValueError(f"{file} enables both bf16 and fp16. Choose one.")
-    for dtype, is_enabled in enabled.items():
+    if all(enabled_by_precision.get(dtype) for dtype in ("bf16", "fp16")):
+        raise ValueError(f"{file} enables both bf16 and fp16. Enable only one precision.")
+    for dtype, is_enabled in enabled_by_precision.items():
         if precision and is_enabled != (dtype == precision):
             raise ValueError(
-                f"{file} has {dtype}.enabled {json.dumps(is_enabled)}, but --mixed_precision is {precision}."
-                ' Write "auto".'
+                f"{file} sets {dtype}.enabled to {json.dumps(is_enabled)}, but --mixed_precision is"
+                f' {precision}. Set {dtype}.enabled to "auto".'
             )
 
 
 def enabled_precision(config: dict[str, Any] | None) -> str | None:
-    """Return the precision in the DeepSpeed JSON, which is bf16, fp16, or `no` if the JSON disables bf16.
+    """Return the precision in the DeepSpeed JSON: bf16, fp16, or `no` if the JSON disables bf16.
 
-    None means that the flag and the device determine the precision.
+    If the result is None, the flag and the device determine the precision.
     """
-    enabled = _precisions(config or {})
+    enabled = _enabled_by_precision(config or {})
     return next((dtype for dtype, is_on in enabled.items() if is_on), "no" if "bf16" in enabled else None)
 
 
-def _precisions(config: dict[str, Any]) -> dict[str, bool]:
-    """Return the `enabled` values of sections bf16 and fp16. Missing and "auto" values are omitted."""
+def _enabled_by_precision(config: dict[str, Any]) -> dict[str, bool]:
+    """Return the values of `enabled` in the sections bf16 and fp16, except missing and "auto" values."""
     sections = {dtype: config.get(dtype) for dtype in ("bf16", "fp16")}
     return {
         dtype: section["enabled"]
@@ -267,21 +283,21 @@ def _precisions(config: dict[str, Any]) -> dict[str, bool]:
 
 def disable_meaningless(rehearsal: bool) -> list[str]:
     """Disable answers that have no effect in this job. Return a remark about each disabled answer."""
-    meaningless = {"fsdp_cpu_ram_efficient_loading": "it only affects models that Transformers loads"}
+    meaningless = {"fsdp_cpu_ram_efficient_loading": "this key affects only models that Transformers loads"}
     if rehearsal:
-        meaningless["fsdp_offload_params"] = "in a rehearsal, parameters are on the CPU anyway"
-    if os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP") == "":  # default; selects the model's blocks
+        meaningless["fsdp_offload_params"] = "the parameters are already on the CPU in a rehearsal"
+    if os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP") == "":  # the empty default selects the model's blocks
         del os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"]
     remarks = []
-    for key, why in meaningless.items():
+    for key, reason in meaningless.items():
         if is_on(key.upper()):
             os.environ[key.upper()] = "false"
-            remarks.append(f"{key} is off: {why}")
+            remarks.append(f"{key} is ignored because {reason}")
     return remarks
 
 
 def check_wrapped_classes(model: Any) -> None:
-    """Raise ValueError if the config lists a class for FSDP to wrap that does not occur in the model."""
+    """Raise ValueError if the config tells FSDP2 to wrap a class that does not occur in the model."""
     names = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
     if not names or not is_on("ACCELERATE_USE_FSDP"):
         return
@@ -289,5 +305,6 @@ def check_wrapped_classes(model: Any) -> None:
     for name in names.split(","):
         if name not in classes:
             refuse(
-                f"fsdp_transformer_layer_cls_to_wrap: {name}", "the model has no such class; remove the key"
+                f"fsdp_transformer_layer_cls_to_wrap: {name}",
+                "the model contains no layer of this class. Remove the key",
             )

@@ -1,4 +1,4 @@
-"""Mapping between each rank's local tensors and the whole tensors, for every strategy.
+"""Maps each rank's local tensors to the whole tensors, for every strategy.
 
 The following terms describe a parameter, or optimizer state with the parameter's shape:
 
@@ -27,65 +27,73 @@ from torch.optim import Optimizer
 
 from onecurve.upstream import deepspeed_
 
-Local = Sequence[Tensor | None]  # one entry per local tensor; None if the tensor lacks this state
-Arrange = Callable[[list[Tensor]], list[Tensor]]  # maps a group of whole parameters to one process's part
+# One entry per local tensor; None if the local tensor does not have this state
+Local = Sequence[Tensor | None]
+# Maps a group of whole parameters to one process's part of the group
+Arrange = Callable[[list[Tensor]], list[Tensor]]
 
 
 class Piece(NamedTuple):
-    """Range of a flattened whole tensor that is on this process."""
+    """Range of a flattened whole tensor that is stored on this process."""
 
-    start: int  # index in the whole tensor
+    start: int  # start index in the flattened whole tensor
     length: int
-    offset: int = 0  # index in the flat partition, under ZeRO
+    offset: int = 0  # start index in the flat partition, under ZeRO
 
 
 class Layout:
-    """Layout for a single process and DDP, where every process holds all tensors.
+    """Layout for a single process and DDP, where every process stores all tensors.
 
     Create the layout before the first forward pass, because FSDP2's modules may later expose gathered copies
     of their parameters.
     """
 
-    parts = ""  # name of the parts that the optimizer updates, or "" if it updates whole parameters
+    # Name of the parts that the optimizer updates, or "" if the optimizer updates whole parameters
+    parts = ""
     is_flat = False
 
     def __init__(self, model: nn.Module, optimizer: AcceleratedOptimizer):
         self.module, self.optimizer = plain_module(model), optimizer.optimizer
-        # The values are nn.Parameters, typed Any because FSDP and ZeRO add attributes.
-        everything: dict[str, Any] = dict(self.module.named_parameters())
-        self.parameters = {name: p for name, p in everything.items() if p.requires_grad}
-        self.frozen = {name: p for name, p in everything.items() if not p.requires_grad}
-        self.local = [to_local(key.detach()) for key in self._keys()]  # fp32, in the order of self.states()
-        self.inner = self._inner()  # optimizer that the script created
-        self.pieces = {name: self._piece(p) for name, p in everything.items()}
+        # The values are nn.Parameters. The type is Any because FSDP2 and ZeRO add attributes.
+        all_parameters: dict[str, Any] = dict(self.module.named_parameters())
+        self.parameters = {
+            name: parameter for name, parameter in all_parameters.items() if parameter.requires_grad
+        }
+        self.frozen = {
+            name: parameter for name, parameter in all_parameters.items() if not parameter.requires_grad
+        }
+        # Tensors in fp32, in the order of self.states()
+        self.local = [to_local(key.detach()) for key in self._state_keys()]
+        self.inner = self._script_optimizer()  # the optimizer that the script created
+        self.pieces = {name: self._piece_of(parameter) for name, parameter in all_parameters.items()}
         self.constants = copy.deepcopy([group_values(group) for group in self.inner.param_groups])
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the whole shapes of the trained parameters, by name."""
-        return {name: self._shape(p) for name, p in self.parameters.items()}
+        """Return the shapes of the whole trained parameters, by name."""
+        return {name: self._whole_shape(parameter) for name, parameter in self.parameters.items()}
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return the buffers, such as BatchNorm's statistics, by name.
+        """Return the model's buffers, such as BatchNorm's statistics, by name.
 
         Buffers may differ between ranks. Rank 0's buffers are authoritative.
         """
         parameters = {**self.parameters, **self.frozen}
-        parameter_ids = {id(p) for p in parameters.values()}
-        everything = self.module.state_dict(keep_vars=True)
+        parameter_ids = {id(parameter) for parameter in parameters.values()}
+        all_tensors = self.module.state_dict(keep_vars=True)
         # After a forward pass, FSDP2 may expose a gathered parameter instead of the original object (pytorch
-        # #144289), so this code also compares names.
+        # #144289). Therefore, this code also compares names.
         return {
             name: tensor.detach()
-            for name, tensor in everything.items()
+            for name, tensor in all_tensors.items()
             if id(tensor) not in parameter_ids and name not in parameters
         }
 
     def frozen_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the whole shapes of the frozen parameters, by name."""
-        return {name: self._shape(p) for name, p in self.frozen.items()}
+        """Return the shapes of the whole frozen parameters, by name."""
+        return {name: self._whole_shape(parameter) for name, parameter in self.frozen.items()}
 
     def own(self, local: Local) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and this process's piece of each trained parameter that has this state."""
+        """Yield the name and this process's piece for each trained parameter that has this state."""
         for tensor, members in zip(local, self.members(), strict=True):
             if tensor is None:
                 continue
@@ -95,8 +103,8 @@ class Layout:
 
     def own_frozen(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and this process's piece of each frozen parameter."""
-        for name, p in self.frozen.items():
-            yield name, to_local(p.detach())
+        for name, parameter in self.frozen.items():
+            yield name, to_local(parameter.detach())
 
     def fill(self, own: Iterable[tuple[str, Tensor]], whole: Callable[[str], Tensor]) -> None:
         """Fill this process's pieces from whole tensors. All processes must use the same order of names.
@@ -110,19 +118,22 @@ class Layout:
             mine.copy_(whole(name).flatten()[start : start + length].view(mine.shape))
 
     def sync(self) -> None:
-        """Make changes of self.local visible to the next forward pass. Collective."""
+        """Make changes in self.local visible to the next forward pass. This method is collective."""
 
     def groups(self) -> list[list[str]]:
         """Return the names of the trained parameters in each of the optimizer's groups."""
         return self._names_of([group["params"] for group in self.inner.param_groups])
 
     def states(self) -> list[dict[str, Any]]:
-        """Return the optimizer's state of each local tensor. The states are empty before the first step."""
-        return [owner(self.inner).state.get(key, {}) for key in self._keys()]
+        """Return the optimizer's state of each local tensor.
+
+        The state is empty before the optimizer's first step.
+        """
+        return [owner(self.inner).state.get(key, {}) for key in self._state_keys()]
 
     def shaped_state(self) -> dict[str, Local]:
-        """Return the state tensors that have the shapes of the local tensors, such as `exp_avg`."""
-        keys, states = self._keys(), self.states()
+        """Return the state tensors with the shapes of the local tensors, by state name such as `exp_avg`."""
+        keys, states = self._state_keys(), self.states()
         names = {name for key, state in zip(keys, states, strict=True) for name in shaped(state, key)}
         return {
             name: [
@@ -133,7 +144,10 @@ class Layout:
         }
 
     def other_state(self) -> dict[str, dict[str, Any]]:
-        """Return all other state as {parameter: {name: scalar or whole tensor}}. Collective."""
+        """Return all other state as {parameter: {name: scalar or whole tensor}}.
+
+        This method is collective.
+        """
         names = self.shaped_state().keys()
         return {
             parameter: {
@@ -141,41 +155,53 @@ class Layout:
                 for name, value in sorted(state.items())
                 if not (name in names and _has_shape(value, key))
             }
-            for key, state, members in zip(self._keys(), self.states(), self.members(), strict=True)
+            for key, state, members in zip(self._state_keys(), self.states(), self.members(), strict=True)
             for parameter in members
         }
 
     def changed_groups(self) -> list[dict[str, Any]]:
-        """Return the parameter group settings that the optimizer itself has changed, such as a step count."""
+        """Return the group settings that the optimizer itself has changed, such as a step count."""
         return changed(self.inner.param_groups, self.constants)
 
     def make_state(self, name: str, dtypes: dict[str, torch.dtype]) -> Local:
-        """Create zeros in the shapes of the local tensors. `dtypes` maps names of parameters to types."""
+        """Create state tensors of zeros with the shapes of the local tensors.
+
+        Args:
+            name: Name of the state.
+            dtypes: Dtype of the state for each parameter that has this state.
+        """
         states: list[Tensor | None] = []
-        for key, members in zip(self._keys(), self.members(), strict=True):
+        for key, members in zip(self._state_keys(), self.members(), strict=True):
             dtype = next((dtypes[member] for member in members if member in dtypes), None)
-            value = None if dtype is None else self._put(key, name, torch.zeros_like(key, dtype=dtype))
+            value = None if dtype is None else self._set_state(key, name, torch.zeros_like(key, dtype=dtype))
             states.append(to_local(value))
         return states
 
     def put_state(self, parameter: str, name: str, value: Any) -> None:
         """Set a parameter's state to a scalar, or to a tensor that already has the strategy's layout."""
-        keys = {m: key for key, ms in zip(self._keys(), self.members(), strict=True) for m in ms}
-        self._put(keys[parameter], name, value)
+        keys = {
+            member: key
+            for key, members in zip(self._state_keys(), self.members(), strict=True)
+            for member in members
+        }
+        self._set_state(keys[parameter], name, value)
 
     def arrangements(self) -> list[Arrange]:
-        """Return functions that map a group of parameters to one process's part, or [] without shards."""
+        """Return functions that map a group of parameters to one process's part.
+
+        If the strategy does not shard parameters, the result is [].
+        """
         return []
 
     def steps_at_once(self) -> bool:
         """Return True if each training step calls the optimizer's step() exactly once."""
         return True
 
-    def _put(self, key: Tensor, name: str, value: Any) -> Any:
+    def _set_state(self, key: Tensor, name: str, value: Any) -> Any:
         owner(self.inner).state.setdefault(key, {})[name] = value
         return value
 
-    def _inner(self) -> Optimizer:
+    def _script_optimizer(self) -> Optimizer:
         return self.optimizer
 
     def members(self) -> list[list[str]]:
@@ -183,16 +209,16 @@ class Layout:
         return [[name] for name in self.parameters]
 
     def _names_of(self, groups: list[list[Tensor]]) -> list[list[str]]:
-        names = {id(p): name for name, p in self.parameters.items()}
-        return [[names[id(p)] for p in group if id(p) in names] for group in groups]
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        return [[names[id(parameter)] for parameter in group if id(parameter) in names] for group in groups]
 
-    def _keys(self) -> list[Tensor]:
+    def _state_keys(self) -> list[Tensor]:
         return list(self.parameters.values())
 
-    def _shape(self, parameter: Any) -> tuple[int, ...]:
+    def _whole_shape(self, parameter: Any) -> tuple[int, ...]:
         return tuple(parameter.shape)
 
-    def _piece(self, parameter: Any) -> Piece:
+    def _piece_of(self, parameter: Any) -> Piece:
         """Return this process's piece of a parameter."""
         return Piece(0, parameter.numel())
 
@@ -202,10 +228,13 @@ class _Sharded(Layout):
 
     parts = "FSDP2's shards"
 
-    def _piece(self, parameter: Any) -> Piece:
-        """Return this process's chunk of rows along the sharded mesh dimension. Chunks have equal sizes."""
+    def _piece_of(self, parameter: Any) -> Piece:
+        """Return this process's chunk of rows along the sharded mesh dimension.
+
+        All chunks except the last have the same size.
+        """
         if not hasattr(parameter, "placements"):
-            return super()._piece(parameter)
+            return super()._piece_of(parameter)
         (dimension,) = (i for i, placement in enumerate(parameter.placements) if placement.is_shard(0))
         mesh, rows = parameter.device_mesh, len(parameter)
         chunk = -(-rows // mesh.size(dimension))
@@ -214,14 +243,14 @@ class _Sharded(Layout):
         return Piece(start * row, min(chunk, rows - start) * row)
 
     def arrangements(self) -> list[Arrange]:
-        p = next(iter(self.parameters.values()))
-        return [lambda tensors: [_distributed_like(p, tensor) for tensor in tensors]]
+        example = next(iter(self.parameters.values()))
+        return [lambda tensors: [_distributed_like(example, tensor) for tensor in tensors]]
 
     def sync(self) -> None:
         from torch.distributed.fsdp import FSDPModule
 
         for module in self.module.modules():
-            if isinstance(module, FSDPModule):  # after an evaluation, gathered copies exist
+            if isinstance(module, FSDPModule):  # gathered copies exist after an evaluation
                 module.reshard()
 
 
@@ -240,30 +269,33 @@ class _Zero(Layout):
     def sync(self) -> None:
         self.optimizer.update_lp_params()
 
-    def _piece(self, parameter: Any) -> Piece:
+    def _piece_of(self, parameter: Any) -> Piece:
         if not parameter.requires_grad:
-            return super()._piece(parameter)
+            return super()._piece_of(parameter)
         return Piece(*(deepspeed_.fragment(parameter) or (0, 0)))
 
-    def _inner(self) -> Optimizer:
+    def _script_optimizer(self) -> Optimizer:
         return self.optimizer.optimizer
 
     def members(self) -> list[list[str]]:
         return self._names_of(self.optimizer.bit16_groups)
 
-    def _keys(self) -> list[Tensor]:
+    def _state_keys(self) -> list[Tensor]:
         return list(self.optimizer.single_partition_of_fp32_groups)
 
 
 class _Zero3(_Zero):
-    """Layout for ZeRO-3, with one equal part of each parameter per process. The last part is padded."""
+    """Layout for ZeRO-3, which splits each parameter into parts of the same size, one per process.
 
-    def _shape(self, parameter: Any) -> tuple[int, ...]:
+    The last part is padded.
+    """
+
+    def _whole_shape(self, parameter: Any) -> tuple[int, ...]:
         return tuple(parameter.ds_shape)
 
     def own_frozen(self) -> Iterator[tuple[str, Tensor]]:
-        for name, p in self.frozen.items():
-            yield name, p.ds_tensor[: self.pieces[name].length]
+        for name, parameter in self.frozen.items():
+            yield name, parameter.ds_tensor[: self.pieces[name].length]
 
     def groups(self) -> list[list[str]]:
         groups: list[list[str]] = [[] for _ in self.inner.param_groups]
@@ -272,15 +304,15 @@ class _Zero3(_Zero):
         return groups
 
     def steps_at_once(self) -> bool:
-        return len(self._keys()) == 1  # because DeepSpeed calls step() once per partition
+        return len(self._state_keys()) == 1  # DeepSpeed calls step() once per partition
 
     def sync(self) -> None:
-        deepspeed_.end_zero3_step(self.optimizer, len(self._keys()))
+        deepspeed_.end_zero3_step(self.optimizer, len(self._state_keys()))
 
-    def _piece(self, parameter: Any) -> Piece:
+    def _piece_of(self, parameter: Any) -> Piece:
         part = parameter.ds_tensor.ds_numel
         start = min(parameter.ds_numel, part * deepspeed_.partition_rank(self.optimizer, parameter))
-        offset = 0  # a frozen parameter is not in a partition
+        offset = 0  # offset of a frozen parameter, which is in no partition
         if parameter.requires_grad:
             _, offset, _ = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
         return Piece(start, min(part, parameter.ds_numel - start), offset)
@@ -288,16 +320,16 @@ class _Zero3(_Zero):
     def members(self) -> list[list[str]]:
         return self._names_of(self.optimizer.fp16_groups)
 
-    def _keys(self) -> list[Tensor]:
+    def _state_keys(self) -> list[Tensor]:
         return list(self.optimizer.fp32_partitioned_groups_flat)
 
 
 def layout_of(model: nn.Module, optimizer: AcceleratedOptimizer) -> Layout:
-    """Return the layout of a model and optimizer from accelerator.prepare."""
+    """Return the layout of a model and an optimizer, both returned by accelerator.prepare."""
     inner = optimizer.optimizer
     if type(inner).__module__.startswith("deepspeed"):
         return (_Zero3 if hasattr(inner, "fp32_partitioned_groups_flat") else _Zero)(model, optimizer)
-    if any(hasattr(p, "to_local") for p in model.parameters()):
+    if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
         return _Sharded(model, optimizer)
     return Layout(model, optimizer)
 
@@ -307,14 +339,14 @@ def owner(optimizer: Optimizer) -> Optimizer:
 
     A wrapper such as Lookahead stores the state in an inner optimizer.
     """
-    inside = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
-    return owner(inside[0]) if len(inside) == 1 and not optimizer.state else optimizer
+    inner_optimizers = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+    return owner(inner_optimizers[0]) if len(inner_optimizers) == 1 and not optimizer.state else optimizer
 
 
 def shaped(state: dict[str, Any], key: Tensor) -> dict[str, Tensor]:
-    """Return the state tensors that have the same shape as their parameter.
+    """Return the state tensors that have their parameter's shape.
 
-    The state of a scalar parameter is excluded, because its shape is ambiguous.
+    The state of a scalar parameter is excluded, because a scalar shape is ambiguous.
     """
     return {name: value for name, value in state.items() if key.ndim and _has_shape(value, key)}
 
@@ -322,14 +354,14 @@ def shaped(state: dict[str, Any], key: Tensor) -> dict[str, Tensor]:
 def group_values(group: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a parameter group that a checkpoint stores.
 
-    A checkpoint stores neither the parameters nor the learning rate, which the script sets. It also omits
-    `capturable`, which only step graphs on a GPU need, and which other devices reject.
+    A checkpoint stores neither the parameters nor the learning rate, which the script sets. A checkpoint also
+    omits `capturable`, which only step graphs on a GPU need, and which other devices reject.
     """
     return {name: value for name, value in group.items() if name not in ("params", "lr", "capturable")}
 
 
 def changed(groups: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the settings of each parameter group that differ from the earlier settings."""
+    """Return each parameter group's settings that differ from the earlier settings."""
     return [
         {
             name: value
@@ -341,7 +373,10 @@ def changed(groups: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list
 
 
 def plain_module(model: nn.Module) -> nn.Module:
-    """Return the model inside DDP's or DeepSpeed's wrapper. Accelerate's own function imports DeepSpeed."""
+    """Return the model inside DDP's or DeepSpeed's wrapper.
+
+    Accelerate's function for this purpose would import DeepSpeed.
+    """
     while type(model).__name__ in ("DistributedDataParallel", "DeepSpeedEngine"):
         model = model.get_submodule("module")
     return model
@@ -352,26 +387,28 @@ def to_local(value: Any) -> Any:
     return value.to_local() if hasattr(value, "to_local") else value
 
 
-def _distributed_like(p: Any, whole: Tensor) -> Any:
-    """Return the whole tensor as a DTensor with the sharding and device of the DTensor p."""
+def _distributed_like(example: Any, whole: Tensor) -> Any:
+    """Return the whole tensor as a DTensor with the sharding and the device of the DTensor p."""
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None).to(p.to_local().device)
+    return distribute_tensor(whole, example.device_mesh, example.placements, src_data_rank=None).to(
+        example.to_local().device
+    )
 
 
 def _has_shape(value: Any, key: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == key.shape
 
 
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
-    return type(a) is type(b) and a == b
+def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor) or isinstance(second, Tensor):
+        return isinstance(first, Tensor) and isinstance(second, Tensor) and torch.equal(first, second)
+    return type(first) is type(second) and first == second
 
 
 def _flat_half(tensors: list[Tensor], half: int) -> list[Tensor]:
-    """Return the flat partition of one of two processes. The second partition is padded."""
+    """Return one process's flat partition in a job with two processes. The second partition is padded."""
     if not tensors:
         return []
-    flat = torch.cat([t.flatten() for t in tensors])
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
     return [torch.cat([flat, flat.new_zeros(len(flat) % 2)]).chunk(2)[half]]

@@ -1,8 +1,9 @@
-"""Mixed precision with autocast that computes in the same way under every strategy.
+"""Sets up mixed precision with autocast, which computes in the same way under every strategy.
 
 Weights, the residual stream and the gradient reduction use fp32. Matrix products and convolutions use half
-precision. In two configurations, all weights and activations use half precision. One is fp16 under ZeRO,
-because DeepSpeed scales the loss only in its own fp16 mode. The other is a DeepSpeed JSON that enables bf16.
+precision. In two configurations, all weights and activations use half precision. The first configuration is
+fp16 under ZeRO, because DeepSpeed scales the loss only in its own fp16 mode. The second configuration is a
+DeepSpeed JSON that enables bf16.
 """
 
 import os
@@ -27,25 +28,25 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Precision:
     """Number formats used in training."""
 
-    mixed_precision: str  # no, bf16 or fp16
-    half_precision: str  # none, autocast, or weights (all tensors use half precision)
-    gradient_reduction: str  # format of the exchange between processes: fp32, bf16 or fp16
+    mixed_precision: str  # `no`, `bf16` or `fp16`
+    half_precision: str  # `none`, `autocast`, or `weights` (all tensors use half precision)
+    gradient_reduction: str  # format of the gradient exchange between processes: fp32, bf16 or fp16
 
 
 def settle_precision(
     accelerator: Accelerator, mixed_precision: str, is_engines: bool, compression: str
 ) -> Precision:
-    """Make FSDP2 and ZeRO compute like a single process. Call this before wrap(), which adds autocast.
+    """Make FSDP2 and ZeRO compute like a single process. Call this function before wrap() adds autocast.
 
     Args:
         accelerator: The Accelerator, which this function changes.
         mixed_precision: no, bf16 or fp16.
         is_engines: True if a DeepSpeed JSON selects mixed_precision and thereby DeepSpeed's own mode.
-        compression: Number format of the gradients that DDP exchanges, or no. A single process also accepts a
-            format, because an elastic job may shrink to one process, but exchanges no gradients.
+        compression: Number format of the gradients that DDP exchanges, or no. A single process exchanges no
+            gradients but accepts a number format, because an elastic job may shrink to one process.
 
     Raises:
-        ValueError: The strategy does not support the compression.
+        ValueError: If the strategy does not support the compression.
     """
     half_precision, reduction = "none" if mixed_precision == "no" else "autocast", "fp32"
     if accelerator.distributed_type == DistributedType.FSDP:
@@ -59,15 +60,16 @@ def settle_precision(
         elif mixed_precision == "bf16":
             config["bf16"] = {"enabled": False}
         if config.get("bf16", {}).get("enabled"):
-            # With True, DeepSpeed would wait for the device, and silently skip steps with non-finite
-            # gradients.
+            # If this setting were True, DeepSpeed would wait for the device, and silently skip steps with
+            # non-finite gradients.
             config["bf16"].setdefault("check_grad_overflow", False)
-    name = strategy(accelerator)
-    if compression != "no" and name not in ("single", "ddp"):
+    strategy_name = strategy(accelerator)
+    if compression != "no" and strategy_name not in ("single", "ddp"):
         raise ValueError(
-            f"--grad_compression {compression} works only under DDP, and the strategy is {name}. Choose no."
+            f"--grad_compression {compression} works only with DDP, but the strategy is {strategy_name}. Use"
+            " --grad_compression no."
         )
-    if compression != "no" and name == "ddp":
+    if compression != "no" and strategy_name == "ddp":
         reduction = compression
     return Precision(mixed_precision, half_precision, reduction)
 
@@ -80,7 +82,7 @@ def autocast_forward(accelerator: Accelerator, model: nn.Module) -> None:
 
 
 def input_dtype(accelerator: Accelerator) -> torch.dtype | None:
-    """Return the dtype of a GPU model's input images, which is bf16 or fp16, or None for fp32.
+    """Return the dtype of a model's input images on a GPU: bf16, fp16, or None for fp32.
 
     On a CPU, the result is None, so that a resumed run rounds like the original run.
     """
@@ -88,33 +90,42 @@ def input_dtype(accelerator: Accelerator) -> torch.dtype | None:
 
 
 def chosen_precision(flag: str | None) -> str:
-    """Return the precision selected by the flag, else by the launcher, else by the device's bf16 support."""
+    """Return the precision from the flag, else from the launcher, else from the device's bf16 support."""
     launcher_setting, remark = os.environ.get("ACCELERATE_MIXED_PRECISION"), ""
     launch_flag = typed_precision() if launcher_setting == "no" and not flag else ""
-    fields = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
+    config_keys = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
     if launch_flag == "no":
         flag = launch_flag
-    elif launcher_setting == "no" and is_on("ACCELERATE_USE_DEEPSPEED") and "mixed_precision" not in fields:
+    elif (
+        launcher_setting == "no"
+        and is_on("ACCELERATE_USE_DEEPSPEED")
+        and "mixed_precision" not in config_keys
+    ):
         # accelerate launch (1.15) passes "no" if the precision in the DeepSpeed JSON is "auto".
         launcher_setting = None
         if launch_flag is None and has_native_bf16():
             remark = (
-                "training in bf16, because --mixed_precision no of accelerate launch can't be detected here."
+                "training in bf16, because this process can't see whether accelerate launch received"
+                " --mixed_precision no. To train in fp32, pass --mixed_precision no to the script."
             )
-            remark += " For fp32, pass the flag to the script."
     chosen = flag or launcher_setting or ("bf16" if has_native_bf16() else "no")
     if not on_gpu() and chosen == "fp16":
-        remark = "fp16 is slow on a CPU. The job still uses it, with loss scaling as on a GPU."
+        remark = "fp16 is slow on a CPU. The job still uses fp16, with the same loss scaling as on a GPU."
     elif not on_gpu() and chosen == launcher_setting == "bf16" and not has_native_bf16():
-        remark, chosen = "this CPU has no native bf16, so the rehearsal uses fp32", "no"
+        remark, chosen = "this CPU does not support bf16 natively, so the rehearsal uses fp32", "no"
     elif on_gpu() and chosen == launcher_setting == "bf16" and flag is None and not has_native_bf16():
-        remark, chosen = "this GPU has no native bf16, so fp16 replaces the config's bf16", "fp16"
+        remark = "this GPU does not support bf16 natively, so training uses fp16 instead of the config's bf16"
+        chosen = "fp16"
     elif on_gpu() and chosen == "bf16" and not has_native_bf16():
-        remark = "this GPU has no native bf16 and emulates it. --mixed_precision fp16 is faster here."
+        remark = (
+            "this GPU does not support bf16 natively and emulates bf16. --mixed_precision fp16 is faster on"
+            " this GPU."
+        )
     elif on_gpu() and chosen == launcher_setting == "no" and flag is None and has_native_bf16():
         remark = (
-            "training in fp32, because the launcher sets mixed precision no, the default of accelerate launch"
-            " without a config file. This GPU has native bf16: use --mixed_precision bf16."
+            "training in fp32, because the launcher sets mixed precision to no, which is the default of"
+            " accelerate launch without a config file. This GPU supports bf16 natively. Use --mixed_precision"
+            " bf16."
         )
     if remark and rank() == 0:
         log.info(remark)
@@ -122,9 +133,9 @@ def chosen_precision(flag: str | None) -> str:
 
 
 def typed_precision() -> str | None:
-    """Return --mixed_precision in the command line of `accelerate launch`, or "" without the flag.
+    """Return --mixed_precision from the command line of `accelerate launch`, or "" without the flag.
 
-    Unlike the environment variables of the launcher, the command line distinguishes an explicit `no` from the
+    Unlike the launcher's environment variables, the command line distinguishes an explicit `no` from the
     default. The function returns None if the parent process is not `accelerate launch`.
     """
     parent = parents()[0]
@@ -149,4 +160,8 @@ def has_native_bf16() -> bool:
 def cast_inputs(mixed_precision: str) -> Callable:
     """Return a hook that casts a module's inputs to half precision. DeepSpeed casts only the weights."""
     dtype = HALF[mixed_precision]
-    return lambda module, inputs: tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
+
+    def cast(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return tuple(value.to(dtype) if value.is_floating_point() else value for value in inputs)
+
+    return cast

@@ -1,4 +1,4 @@
-"""Start and end of a job's process, with train scripts' entry point, one-line errors and exit statuses."""
+"""Starts and ends a job's process: entry point of train scripts, one-line errors and exit statuses."""
 
 import contextlib
 import functools
@@ -40,16 +40,16 @@ def entry(recipe_class: type[R]) -> Callable[[Main[R]], Callable[[], None]]:
 
     def decorate(main: Main[R]) -> Callable[[], None]:
         def train() -> None:
-            now.enter(STARTING)  # the script's imports are complete
+            now.enter(STARTING)  # the script's imports are complete at this point
             recipe = from_flags(recipe_class).resolved()
             accelerator, batch = start(recipe, clip_norm=recipe.clip_norm)
             main(recipe, accelerator, batch)
 
         @functools.wraps(main)
-        def started() -> None:
+        def run_script() -> None:
             run_process(train)
 
-        return started
+        return run_script
 
     return decorate
 
@@ -57,8 +57,8 @@ def entry(recipe_class: type[R]) -> Callable[[Main[R]], Callable[[], None]]:
 def run_process(main: Callable[[], None]) -> NoReturn:
     """Call main() and end the process with an exit status. Inside another program, raise SystemExit instead.
 
-    The exit status is 1 after an error, 130 after Ctrl-C, and 75 after a preemption. User errors are printed
-    in one line, and other errors with a traceback.
+    The exit status is 0 after success, 1 after an error, 130 after Ctrl-C, and 75 after a preemption. User
+    errors are printed in one line, and other errors with a traceback.
     """
     status, owns_process = 0, _is_own_process()
     settle_environment()
@@ -74,12 +74,12 @@ def run_process(main: Callable[[], None]) -> NoReturn:
     except Preempted:
         status = PREEMPTED
         if first_to_report("preempted"):
-            log.info(f"preempted: the same command continues (exit status {PREEMPTED})")
+            log.info(f"preempted: the same command continues the training run (exit status {PREEMPTED})")
     except SystemExit as error:
         if isinstance(error.code, str):
             tell_launchers(message_text(error.code))
         raise
-    except Exception as error:  # stops here, because the interpreter's exit would run queued downloads
+    except Exception as error:  # do not re-raise, because the interpreter's exit would run queued downloads
         status = 1
         watch.begin_exit()
         watch.report_failure(error)
@@ -107,18 +107,18 @@ def run_process(main: Callable[[], None]) -> NoReturn:
         sys.exit(status)
     run_finalizers()
     # sys.exit() would run thread destructors, in which about one in a hundred gloo processes aborts (pytorch
-    # #179291). It would also wait for uploads to an unresponsive store.
+    # #179291). sys.exit() would also wait for uploads to an unresponsive store.
     os._exit(status)
 
 
 def _is_own_process() -> bool:
     """Return False if IPython's %run, a debugger, a profiler or `python -i` runs the script."""
-    words = list(itertools.dropwhile(lambda word: word.startswith("-"), sys.orig_argv[1:]))
-    return launched() or (words == sys.argv and not sys.flags.inspect)
+    script_command = list(itertools.dropwhile(lambda word: word.startswith("-"), sys.orig_argv[1:]))
+    return launched() or (script_command == sys.argv and not sys.flags.inspect)
 
 
 class _Output(io.FileIO):
-    """File that drops data that can't be written, because training must not fail in a print statement."""
+    """File that ignores write errors, because training must not fail in a print statement."""
 
     def write(self, data: Any, /) -> int:
         with contextlib.suppress(OSError):
@@ -130,9 +130,10 @@ def _ignoring_write_errors(stream: TextIO) -> TextIO:
     """Return a stream that ignores write errors, for example after `| tee` exits or a disk fills up."""
     assert isinstance(stream, io.TextIOWrapper)
     stream.flush()
-    output = _Output(stream.fileno(), "w", closefd=False)
+    raw_output = _Output(stream.fileno(), "w", closefd=False)
     return io.TextIOWrapper(
-        output if stream.write_through else io.BufferedWriter(output),  # unbuffered with python -u
+        # Unbuffered if Python was started with -u
+        raw_output if stream.write_through else io.BufferedWriter(raw_output),
         encoding=stream.encoding,
         errors="backslashreplace",
         line_buffering=stream.line_buffering,

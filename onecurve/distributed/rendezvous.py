@@ -1,4 +1,4 @@
-"""Rendezvous of a job's processes, with network interface, torchrun's store, and elastic batch sizes."""
+"""Lets a job's processes find each other, and chooses the network interface and elastic batch sizes."""
 
 import contextlib
 import os
@@ -31,13 +31,13 @@ SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 def name_interface() -> None:
     """Set GLOO_SOCKET_IFNAME, if unset, to the loopback interface (one host) or the route to the master.
 
-    Otherwise, gloo listens at the address to which the host's name resolves. Other machines may be able to
-    reach this address, which is a risk because ranks exchange objects as pickles. On Debian, the address is
-    127.0.1.1, which does not work for several hosts. gloo transfers the messages about signals in NCCL jobs,
-    and all data in rehearsals.
+    Without GLOO_SOCKET_IFNAME, gloo listens at the address to which the host's name resolves. Other machines
+    may be able to reach this address, which is a risk because ranks exchange objects as pickles. On Debian,
+    the address is 127.0.1.1, which does not work for several hosts. gloo transfers the messages about signals
+    in NCCL jobs, and all data in rehearsals.
 
     Raises:
-        ValueError: GLOO_SOCKET_IFNAME or NCCL's variable refers to an interface that does not exist.
+        ValueError: If GLOO_SOCKET_IFNAME or NCCL's variable refers to an interface that does not exist.
     """
     if world_size() == 1 or "MASTER_ADDR" not in os.environ:
         return
@@ -60,63 +60,67 @@ def backend() -> str:
 def join_agents_store(timeout_s: int) -> None:
     """Create the process group in the store of torchrun's agent, with a key prefix for this attempt.
 
-    torch 2.15 keeps this store across restarts, including the addresses of dead processes (pytorch #167302).
-    Each agent counts restarts separately, and the counts may differ (#135712). Therefore, rank 0 chooses a
-    name for the attempt, and passes the name to each rank in a handshake.
+    torch 2.15 keeps the agent's store across restarts, including the addresses of dead processes (pytorch
+    #167302). Each agent counts restarts separately, and the counts may differ (pytorch #135712). Therefore,
+    rank 0 chooses a name for the attempt, and passes the name to each rank in a handshake.
     """
     if world_size() == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
     timeout = timedelta(seconds=timeout_s)
-    store, number, processes = next(dist.rendezvous("env://", timeout=timeout))
-    name = _name_attempt(store, processes) if number == 0 else _learn_attempt(store, number, timeout_s)
-    store = dist.PrefixStore(name, store)
-    offloads = is_on("FSDP_OFFLOAD_PARAMS") and backend() == "nccl"  # gloo sums offloaded shards' norms
+    store, own_rank, processes = next(dist.rendezvous("env://", timeout=timeout))
+    if own_rank == 0:
+        attempt_name = _name_attempt(store, processes)
+    else:
+        attempt_name = _learn_attempt(store, own_rank, timeout_s)
+    store = dist.PrefixStore(attempt_name, store)
+    offloads = is_on("FSDP_OFFLOAD_PARAMS") and backend() == "nccl"  # gloo sums the norms of offloaded shards
     backends = "cuda:nccl,cpu:gloo" if offloads else backend()
-    dist.init_process_group(backends, store=store, rank=number, world_size=processes, timeout=timeout)
+    dist.init_process_group(backends, store=store, rank=own_rank, world_size=processes, timeout=timeout)
 
 
 def _name_attempt(store: dist.Store, processes: int) -> str:
-    """Publish a new name as rank 0, and answer each rank that has read the name."""
-    name = uuid.uuid4().hex
-    store.set("attempt", name)
-    for number in range(1, processes):
-        store.set(f"{name}/heard/{store.get(f'{name}/{number}').decode()}", "")
-    return name
+    """Publish a new attempt's name as rank 0, and answer each rank that has read the name."""
+    attempt_name = uuid.uuid4().hex
+    store.set("attempt", attempt_name)
+    for other_rank in range(1, processes):
+        store.set(f"{attempt_name}/heard/{store.get(f'{attempt_name}/{other_rank}').decode()}", "")
+    return attempt_name
 
 
-def _learn_attempt(store: dist.Store, number: int, timeout_s: int) -> str:
+def _learn_attempt(store: dist.Store, own_rank: int, timeout_s: int) -> str:
     """Return the attempt's name on a rank other than 0, after rank 0 has answered.
 
-    Rank 0 does not answer to the name of an earlier attempt.
+    Rank 0 does not answer ranks that have read the name of an earlier attempt.
     """
     token, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        name = store.get("attempt").decode()
-        store.set(f"{name}/{number}", token)
+        attempt_name = store.get("attempt").decode()
+        store.set(f"{attempt_name}/{own_rank}", token)
         while time.monotonic() < deadline:
-            if store.check([f"{name}/heard/{token}"]):
-                return name
-            if store.get("attempt").decode() != name:
+            if store.check([f"{attempt_name}/heard/{token}"]):
+                return attempt_name
+            if store.get("attempt").decode() != attempt_name:
                 break
             time.sleep(0.02)
-    raise ValueError(f"rank 0 did not answer within {timeout_s} s. See its output, or increase --timeout_s.")
+    raise ValueError(
+        f"rank 0 did not answer within {timeout_s} s. Check the output of rank 0, or increase --timeout_s."
+    )
 
 
 def check_processes() -> None:
     """Raise ValueError if the number of processes differs from the number that launch.py started."""
     started, processes = int(os.environ.get(PROCESSES, world_size())), world_size()
     if processes != started:
-        size = "alone" if processes == 1 else f"in a job of {processes}"
         raise ValueError(
-            f"launch.py started {started} processes for this job, but this process is {size}. Give"
-            " --config_file a file of accelerate_configs/ for several processes."
+            f"launch.py started {started} processes for this job, but WORLD_SIZE is {processes} in this"
+            " process. Set --config_file to a file in accelerate_configs/ that starts several processes."
         )
 
 
 def hosts() -> int:
     """Return the number of hosts that torchrun's or DeepSpeed's launcher reports.
 
-    Hosts may have different numbers of processes.
+    Hosts may run different numbers of processes.
     """
     hosts_text = os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("CROSS_SIZE")
     return int(hosts_text) if hosts_text else max(1, world_size() // processes_per_host())
@@ -125,23 +129,23 @@ def hosts() -> int:
 def most_hosts() -> int:
     """Return an elastic job's maximum number of hosts, or the number of hosts of any other job.
 
-    The maximum includes absent hosts. It is set by launch.py's LAUNCH_MOST_HOSTS or torchrun's
-    --nnodes=MIN:MAX.
+    The maximum includes absent hosts. launch.py's LAUNCH_MOST_HOSTS or torchrun's --nnodes=MIN:MAX sets the
+    maximum.
     """
-    hosts_text = os.environ.get(MOST_HOSTS)  # set in the first round; constant when more hosts join
-    return int(hosts_text) if hosts_text else max(hosts(), int(_torchruns_most() or 0))
+    hosts_text = os.environ.get(MOST_HOSTS)  # set in the first round, and constant when more hosts join
+    return int(hosts_text) if hosts_text else max(hosts(), int(_torchrun_max_hosts() or 0))
 
 
 def most_processes() -> int:
     """Return the number of processes in the job if most_hosts() hosts are present.
 
-    In jobs where hosts may be absent, all hosts have the same number of processes.
+    In a job whose hosts may be absent, all hosts run the same number of processes.
     """
     return most_hosts() * world_size() // hosts()
 
 
 def elastic_batch(job: Job) -> Batch:
-    """Return the batch arithmetic. The micro-batch size is the same for any number of hosts.
+    """Return the batch arithmetic, with the same micro-batch size for any number of hosts.
 
     The micro-batch size is --per_device_batch_size or, without the flag, one process's share of the batch
     when all hosts are present. With fewer hosts, each process accumulates more micro-batches. If the batch
@@ -149,38 +153,40 @@ def elastic_batch(job: Job) -> Batch:
     leave.
 
     Raises:
-        ValueError: The batch does not divide among the hosts. The message lists the numbers of hosts that can
-            train.
+        ValueError: If the batch does not divide among the hosts. The error message lists the numbers of hosts
+            that can train.
     """
-    processes, most = world_size(), most_processes()
+    processes, max_processes = world_size(), most_processes()
     per_device = job.per_device_batch_size
     if per_device is None and PER_DEVICE in os.environ:
         per_device = int(os.environ[PER_DEVICE])
-    elif per_device is None and job.batch_size % most == 0:
-        per_device = job.batch_size // most
+    elif per_device is None and job.batch_size % max_processes == 0:
+        per_device = job.batch_size // max_processes
     try:
         batch = share_out(job.batch_size, per_device, processes, job.unit)
         _report_batch(job, batch.per_device)
         return batch
     except ValueError as error:
         _report_batch(job, per_device or 1)
-        if not _torchruns_most():
+        if not _torchrun_max_hosts():
             raise
-        usable = usable_processes(job.batch_size, per_device, most, processes_per_host())
-        numbers = " or ".join(str(number // processes_per_host()) for number in usable) or "none"
+        usable = usable_processes(job.batch_size, per_device, max_processes, processes_per_host())
+        usable_hosts = [str(process_count // processes_per_host()) for process_count in usable]
+        host_counts = " or ".join(usable_hosts) or "none"
         if rank() == 0:
             log.info(
-                f"{plural(hosts(), 'host')} can't share the batch: waiting up to {job.timeout_s} s for"
-                f" another number of hosts ({numbers})"
+                f"the batch does not divide among {plural(hosts(), 'host')}. Waiting up to {job.timeout_s} s"
+                f" for a different number of hosts ({host_counts})"
             )
-        time.sleep(job.timeout_s)  # torchrun ends this process when a host joins or leaves
-        raise ValueError(f"{error} (numbers of hosts that can train: {numbers})") from None
+        time.sleep(job.timeout_s)  # torchrun ends this process as soon as a host joins or leaves
+        raise ValueError(f"{error} (numbers of hosts that can train: {host_counts})") from None
 
 
 def _report_batch(job: Job, per_device: int) -> None:
     """Report the micro-batch size to launch.py.
 
-    The micro-batch size is the same in all rounds, and determines which numbers of hosts can train.
+    The micro-batch size is the same in all rounds of an elastic job, and determines which numbers of hosts
+    can train.
     """
     if rank() == 0:
         report("batch", batch_size=job.batch_size, per_device=per_device)
@@ -198,12 +204,13 @@ def replacement_problem() -> str | None:
     if not (is_torchrun and shares_store and (hosts() > 1 or most_hosts() > 1)):
         return None
     return (
-        f"no other host can join this job after a fault. Set {SHARED_STORE}=1 before torchrun on each host."
+        "no other host can join this job after a host fails. To allow replacement hosts, set"
+        f" {SHARED_STORE}=1 in torchrun's environment on each host."
     )
 
 
-def _torchruns_most() -> str | None:
-    """Return MAX of torchrun's --nnodes=MIN:MAX in the agent's command line as text, or None without it."""
+def _torchrun_max_hosts() -> str | None:
+    """Return MAX from torchrun's --nnodes=MIN:MAX in the agent's command line, or None without a maximum."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     match = re.fullmatch(r"\d+:(\d+)", parents()[0].flag("nnodes") or os.environ.get("PET_NNODES", ""))

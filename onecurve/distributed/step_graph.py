@@ -1,4 +1,4 @@
-"""Optimizer steps as CUDA graphs. The host launches one graph instead of every kernel of a step.
+"""Runs optimizer steps as CUDA graphs, so that the host launches one graph instead of every kernel.
 
 With gradient accumulation, a step consists of up to three graphs: one for the first micro-batch, one for the
 middle micro-batches, and one for the last micro-batch, which includes the gradient exchange and the optimizer
@@ -39,9 +39,10 @@ from onecurve.upstream import torch_
 # first ten steps.
 WARM_UP_STEPS = {"single": 3, "ddp": 11, "fsdp": 3}
 SPARE = 0.5  # minimum free memory for evaluations, as a fraction of the memory that the graphs reserve
-FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # can read learning rates on the device
+# Optimizers that can read learning rates on the device
+FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
-Step = Callable[[Tensor, Tensor], Tensor]  # (inputs, labels) -> loss; includes the optimizer's step
+Step = Callable[[Tensor, Tensor], Tensor]  # (inputs, labels) -> loss, including the optimizer's step
 
 
 def chosen_step_graph(accelerator: JobAccelerator, flag: bool | None) -> bool:
@@ -53,11 +54,11 @@ def chosen_step_graph(accelerator: JobAccelerator, flag: bool | None) -> bool:
             are not possible.
 
     Raises:
-        ValueError: The flag is set, but graphs are not possible.
+        ValueError: If the flag is set, but graphs are not possible.
     """
     problem = obstacle(accelerator)
     if flag and problem:
-        raise ValueError(f"--step_graph: {problem}. Remove the flag.")
+        raise ValueError(f"--step_graph: {problem}. Remove --step_graph.")
     is_on = accelerator.device.type == "cuda" if flag is None else flag
     if is_on and problem:
         accelerator.print(f"steps run without CUDA graphs: {problem}")
@@ -66,28 +67,28 @@ def chosen_step_graph(accelerator: JobAccelerator, flag: bool | None) -> bool:
 
 def obstacle(accelerator: JobAccelerator) -> str:
     """Return the reason why a step can't be a CUDA graph, or an empty string if it can."""
-    shards, ddp = sharding(accelerator), accelerator.ddp_handler
+    sharding_settings, ddp_options = sharding(accelerator), accelerator.ddp_handler
     if strategy(accelerator).startswith("zero"):
-        return "ZeRO chooses the gradients to exchange on the host"
-    if shards.get("offload_params"):
+        return "ZeRO selects on the host which gradients to exchange"
+    if sharding_settings.get("offload_params"):
         return "FSDP2 with offload runs the optimizer on the CPU"
-    if shards.get("replicas", 1) > 1:
-        return "graphs are not tested with FSDP2's hybrid sharding"
+    if sharding_settings.get("replicas", 1) > 1:
+        return "CUDA graphs are not tested with FSDP2's hybrid sharding"
     if accelerator.grad_checkpointing:
         return "--grad_checkpointing reads the random generator's state on the host"
     if precision(accelerator) == "fp16":
         return "fp16 loss scaling checks for overflows on the host"
     if str(accelerator.compilation) not in ("no", "default"):
         return f"--compile {accelerator.compilation} may create CUDA graphs itself"
-    if ddp and ddp.comm_hook != DDPCommunicationHookType.NO:
-        return "--grad_compression casts gradients from the host"
+    if ddp_options and ddp_options.comm_hook != DDPCommunicationHookType.NO:
+        return "--grad_compression launches its gradient casts from the host"
     if accelerator.num_processes > 1 and accelerator.device.type == "cuda" and backend() != "nccl":
-        return f"collectives of {backend()} run on the host"
+        return f"{backend()} collectives run on the host"
     return ""
 
 
 def keep_segments_out_of_nccl() -> None:
-    """Stop NCCL from registering a graph's memory if it is in expandable segments (pytorch #158029).
+    """Stop NCCL from registering graph memory in expandable segments (pytorch #158029).
 
     Call this function before the process group is created.
     """
@@ -99,7 +100,7 @@ def keep_segments_out_of_nccl() -> None:
 def step_graph(accelerator: JobAccelerator, optimizer: AcceleratedOptimizer) -> Callable[[Step], Step]:
     """Return a decorator that replaces a micro-batch's step with a StepGraph, if graphs are enabled.
 
-    Call this function after Run.begin. The step must launch the same kernels in every call, and may read no
+    Call this function after Run.begin. The step must launch the same kernels in every call, and must not read
     numbers on the host except learning rates. Fused SGD, Adam and AdamW can read learning rates on the
     device, with bitwise identical results. With any other optimizer, the decorator returns the step
     unchanged.
@@ -107,26 +108,31 @@ def step_graph(accelerator: JobAccelerator, optimizer: AcceleratedOptimizer) -> 
     inner = optimizer.optimizer
     if accelerator.step_graph and not _reads_on_device(accelerator, inner):
         name = type(inner).__name__
-        accelerator.print(f"steps run without CUDA graphs: {name} may read numbers on the host")
+        accelerator.print(f"steps run without CUDA graphs: {name} may read its settings on the host")
         accelerator.step_graph = False
     return lambda step: StepGraph(accelerator, optimizer, step) if accelerator.step_graph else step
 
 
 def _reads_on_device(accelerator: JobAccelerator, optimizer: torch.optim.Optimizer) -> bool:
     is_fused = accelerator.device.type == "cpu" or all(group.get("fused") for group in optimizer.param_groups)
-    is_sharded_sgd = type(optimizer) is torch.optim.SGD and strategy(accelerator) == "fsdp"  # never fused
+    # This combination is never fused
+    is_sharded_sgd = type(optimizer) is torch.optim.SGD and strategy(accelerator) == "fsdp"
     return type(optimizer) in FUSED and owner(optimizer) is optimizer and is_fused and not is_sharded_sgd
 
 
 def make_capturable(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer count steps on the device, and move step counts from a checkpoint to the device."""
+    """Make the optimizer count steps on the device.
+
+    Step counts that were loaded from a checkpoint are moved to the device.
+    """
     for group in optimizer.param_groups:
         if "capturable" in group:
             group["capturable"] = True
-            for p in group["params"]:
-                state = optimizer.state.get(p, {})
-                counts = {n: v for n, v in state.items() if isinstance(v, Tensor) and not v.ndim}
-                state |= {name: count.to(p.device) for name, count in counts.items()}
+            for parameter in group["params"]:
+                parameter_state = optimizer.state.get(parameter, {})
+                for name, value in list(parameter_state.items()):
+                    if isinstance(value, Tensor) and not value.ndim:
+                        parameter_state[name] = value.to(parameter.device)
 
 
 @contextmanager
@@ -147,20 +153,20 @@ def on_step_stream(accelerator: JobAccelerator) -> Iterator[None]:
 
 
 def free_graphs() -> None:
-    """Free all graphs.
+    """Free all graphs, because a process group can't be destroyed while a graph contains its collectives.
 
-    A process group can't be destroyed while a graph contains its collectives (pytorch #115388).
+    The restriction is described in pytorch #115388.
     """
-    for graph in list(_live):
+    for graph in list(_live_step_graphs):
         graph.free()
 
 
-_live: "WeakSet[StepGraph]" = WeakSet()
+_live_step_graphs: "WeakSet[StepGraph]" = WeakSet()
 
 
 @dataclass
 class GraphPart:
-    """One graph of a step, and the loss that it computes."""
+    """One graph of a step, and the loss that this graph computes."""
 
     replay: Callable[[], None] | None = None
     loss: Tensor | None = None
@@ -168,7 +174,7 @@ class GraphPart:
 
 @dataclass
 class Shape:
-    """Graphs for one input shape, and the tensors that they read.
+    """Graphs for one input shape, and the tensors that the graphs read.
 
     `parts` contains the graphs of the first, middle and last micro-batch. A step with fewer than three
     micro-batches has fewer graphs. The list is empty before the capture.
@@ -181,7 +187,7 @@ class Shape:
 
 
 class StepGraph:
-    """Step that runs normally during the warm-up of each input shape, is then captured, and then replayed.
+    """Training step that runs normally during the warm-up of each input shape and as CUDA graphs afterwards.
 
     If the capture fails on any rank, all ranks call the original step from then on. On a CPU, every step
     calls the original step, with the same buffers as on a GPU. The constructor is collective.
@@ -190,7 +196,7 @@ class StepGraph:
     def __init__(self, accelerator: JobAccelerator, optimizer: AcceleratedOptimizer, step: Step):
         self.accelerator, self.step, self.groups = accelerator, step, optimizer.param_groups
         self.on_gpu = accelerator.device.type == "cuda"
-        # On a GPU, fused optimizers require fp32 learning rates. Otherwise, float64 is as precise as a Python
+        # On a GPU, fused optimizers require fp32 learning rates. On a CPU, float64 is as precise as a Python
         # float.
         dtype = torch.float32 if self.on_gpu else torch.float64
         self.rates = [torch.zeros((), dtype=dtype, device=accelerator.device) for _ in self.groups]
@@ -198,21 +204,21 @@ class StepGraph:
             make_capturable(optimizer.optimizer)
         self.micro_batches = accelerator.gradient_accumulation_steps
         self.warm_up_steps = WARM_UP_STEPS[strategy(accelerator)]
-        self.shape: Shape | None = None  # current shape; with --train_sizes, each size is used once
+        self.shape: Shape | None = None  # current input shape; with --train_sizes, each size is used once
         self.replays = 0
         self.poll = Poll(watch.timeout_s)
         self.model = cast("Any", accelerator.prepared)
         self.is_gathered = False  # True if FSDP2's modules may contain gathered parameters
         if strategy(accelerator) == "fsdp":
-            self.model.register_forward_hook(self._note_forward)
+            self.model.register_forward_hook(self._record_forward)
         elif isinstance(self.model, nn.parallel.DistributedDataParallel):
             torch_.stop_timing(self.model)
-        _live.add(self)
+        _live_step_graphs.add(self)
 
     def __call__(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """Run the step and return the micro-batch's loss, which is valid until the next call."""
-        number = self.accelerator.step % self.micro_batches
-        if self.accelerator.step_graph and number == 0:
+        micro_batch = self.accelerator.step % self.micro_batches
+        if self.accelerator.step_graph and micro_batch == 0:
             self._begin_step(inputs, labels)
         if not self.accelerator.step_graph:
             with on_step_stream(self.accelerator):
@@ -223,13 +229,13 @@ class StepGraph:
         for rate, group in zip(self.rates, self.groups, strict=True):
             rate.fill_(group["lr"])
         if self.shape.parts:
-            is_last = number == self.micro_batches - 1
-            part = self.shape.parts[-1 if is_last else min(number, 1)]
+            is_last = micro_batch == self.micro_batches - 1
+            part = self.shape.parts[-1 if is_last else min(micro_batch, 1)]
             self._replay(part)
         else:
             part = GraphPart()
             with spending(WARM_UP), on_step_stream(self.accelerator):
-                self._run(self.shape, part)
+                self._run_step(self.shape, part)
         assert part.loss is not None
         return part.loss
 
@@ -240,27 +246,27 @@ class StepGraph:
     def _begin_step(self, inputs: Tensor, labels: Tensor) -> None:
         """Create the buffers for a new input shape. After the warm-up, capture the step."""
         if self.shape is None or self.shape.inputs.shape != inputs.shape:
-            self.free()  # free the memory of the graphs
+            self.free()  # free the memory of the previous shape's graphs
             self.shape = Shape(torch.empty_like(inputs), torch.empty_like(labels))
         self.shape.steps += 1
         if self.shape.steps > self.warm_up_steps and not self.shape.parts:
             with spending(CAPTURE):
                 self._capture_step(self.shape)
 
-    def _run(self, shape: Shape, part: GraphPart) -> None:
+    def _run_step(self, shape: Shape, part: GraphPart) -> None:
         """Call the original step with learning rates on the device.
 
-        The loss is detached, because otherwise its autograd graph would still exist during the capture.
+        The loss is detached, because its autograd graph would otherwise still exist during the capture.
         """
-        numbers = [group["lr"] for group in self.groups]
-        for group, rate in zip(self.groups, self.rates, strict=True):
-            if self.on_gpu or not group.get("foreach"):  # foreach on a CPU does not accept a tensor
-                group["lr"] = rate
+        learning_rates = [group["lr"] for group in self.groups]
+        for group, device_rate in zip(self.groups, self.rates, strict=True):
+            if self.on_gpu or not group.get("foreach"):  # foreach optimizers on a CPU do not accept a tensor
+                group["lr"] = device_rate
         try:
             part.loss = self.step(shape.inputs, shape.labels).detach()
         finally:
-            for group, number in zip(self.groups, numbers, strict=True):
-                group["lr"] = number
+            for group, learning_rate in zip(self.groups, learning_rates, strict=True):
+                group["lr"] = learning_rate
 
     def _replay(self, part: GraphPart) -> None:
         """Replay a graph, and make Accelerate count the replay as one micro-batch.
@@ -276,25 +282,28 @@ class StepGraph:
         assert part.replay
         part.replay()
         if not pending:
-            replay.ended = _done_event() if self.on_gpu else lambda: True
+            replay.ended = _queued_work_query() if self.on_gpu else lambda: True
         self.accelerator.step = step + 1
 
     def _capture_step(self, shape: Shape) -> None:
-        """Capture the step's graphs. If any rank fails, disable graphs on all ranks. Collective."""
+        """Capture the step's graphs. If the capture fails on any rank, disable graphs on all ranks.
+
+        This method is collective.
+        """
         step, exact_sum = self.accelerator.step, self.accelerator.exact_sum
         parts, problem, pool = [], "", torch.cuda.graph_pool_handle() if self.on_gpu else None
         self._reshard()
         with exact_sum.uncounted() if exact_sum else nullcontext():
             try:
-                before = _reserved() if self.on_gpu else 0
-                for number in sorted({0, min(1, self.micro_batches - 1), self.micro_batches - 1}):
-                    self.accelerator.step = step + number
+                bytes_before = _reserved_bytes() if self.on_gpu else 0
+                for micro_batch in sorted({0, min(1, self.micro_batches - 1), self.micro_batches - 1}):
+                    self.accelerator.step = step + micro_batch
                     parts.append(part := GraphPart())
-                    part.replay = self.capture(partial(self._run, shape, part), pool)
+                    part.replay = self.capture(partial(self._run_step, shape, part), pool)
                 if self.on_gpu:
-                    _check_memory(before)
+                    _check_memory(bytes_before)
             except Exception as error:
-                problem = _reason(error)
+                problem = _capture_failure(error)
         self.accelerator.step = step
         problems = self.poll.gather(problem)
         if any(problems):
@@ -303,11 +312,14 @@ class StepGraph:
         shape.parts = parts
 
     def capture(self, run: Callable[[], None], pool: Any) -> Callable[[], None]:
-        """Record the kernels that run() launches without executing them. Return a function that replays them.
+        """Record the kernels that run() launches, without executing the kernels.
 
         If the capture fails, this method restores the process's state and raises the error. torch alone would
         leave the stream, the random generator and the allocator in the state of a capture (pytorch #180395,
         #190348).
+
+        Returns:
+            A function that replays the recorded kernels.
         """
         if not self.on_gpu:
             return run
@@ -316,7 +328,7 @@ class StepGraph:
         generator = torch.cuda.default_generators[device]
         state = generator.clone_state()
         try:
-            # "thread_local" allows threads that write checkpoints or measure usage to call CUDA during the
+            # "thread_local" lets threads that write checkpoints or measure usage call CUDA during the
             # capture.
             stream_of_steps = self.accelerator.step_stream
             with torch.cuda.graph(graph, pool, stream_of_steps, capture_error_mode="thread_local"):
@@ -329,10 +341,12 @@ class StepGraph:
         return graph.replay
 
     def _give_up(self, problems: list[str]) -> None:
-        """Disable graphs, and discard the gradients of the capture, which were never computed. Collective.
+        """Disable graphs, and discard the gradients of the capture, which were never computed.
+
+        This method is collective.
 
         Args:
-            problems: The error message of each rank, or "" for ranks where the capture succeeded.
+            problems: Error message of each rank, or "" for each rank on which the capture succeeded.
         """
         self.accelerator.step_graph = False
         self.free()
@@ -341,25 +355,25 @@ class StepGraph:
             for parameter in group["params"]:
                 parameter.grad = None
         rank = next(rank for rank, problem in enumerate(problems) if problem)
-        where = f" on rank {rank}" * (len(problems) > 1)
+        location = f" on rank {rank}" * (len(problems) > 1)
         self.accelerator.print(
-            f"the step can't be captured as a CUDA graph{where} ({problems[rank]}); launching kernels one by"
-            " one"
+            f"the step can't be captured as a CUDA graph{location} ({problems[rank]}). Training continues"
+            " without CUDA graphs."
         )
         if isinstance(self.model, nn.parallel.DistributedDataParallel):
             torch_.reset_reducer(self.model)
         elif strategy(self.accelerator) == "fsdp":
             _reset_shards(self.model)
 
-    def _note_forward(self, *_) -> None:
+    def _record_forward(self, *_) -> None:
         """Record that a forward pass outside a graph may have gathered parameters."""
         self.is_gathered = True
 
     def _reshard(self) -> None:
         """Reshard FSDP2 parameters that are still gathered after a forward pass without a backward pass.
 
-        Otherwise, a capture after an evaluation, for example, would not record the all-gather of these
-        parameters, and the next evaluation would use outdated parameters.
+        Without this call, a capture after an evaluation would not record the all-gather of these parameters,
+        and the next evaluation would use outdated parameters.
         """
         if self.is_gathered:
             for module in self.model.modules():
@@ -369,36 +383,42 @@ class StepGraph:
 
 
 def _reset_shards(model: Any) -> None:
-    """Reset FSDP2's state after a failed capture. Raise ValueError if this version of torch can't do so."""
+    """Reset FSDP2's state after a failed capture.
+
+    Raises:
+        ValueError: If this version of torch can't reset FSDP2's state.
+    """
     if not torch_.can_reset_shards(model):
         raise ValueError(
-            f"torch {torch.__version__} can't continue under FSDP2 after a failed capture. Start again with"
-            " --no_step_graph."
+            f"torch {torch.__version__} can't continue training with FSDP2 after a failed CUDA graph capture."
+            " Run the same command with --no_step_graph."
         )
     torch_.reset_shards(model)
 
 
-def _reason(error: Exception) -> str:
+def _capture_failure(error: Exception) -> str:
     """Return the first line of the error that made a capture fail."""
-    cause = error.__context__ or error  # torch's error about the invalid capture hides the cause
+    cause = error.__context__ or error  # torch's error about an invalid capture hides the cause
     return str(cause).partition("\n")[0] or type(cause).__name__
 
 
-def _done_event() -> Callable[[], bool]:
+def _queued_work_query() -> Callable[[], bool]:
     """Return a function that returns True if the device has finished all work queued before this call."""
     event = torch.cuda.Event()
     event.record()
     return event.query
 
 
-def _reserved() -> int:
+def _reserved_bytes() -> int:
     """Empty the allocator's cache, and return the reserved device memory in bytes."""
-    torch.cuda.empty_cache()  # because a capture also empties the cache
+    torch.cuda.empty_cache()  # a capture also empties the cache
     return torch.cuda.memory_reserved()
 
 
-def _check_memory(before: int) -> None:
-    """Raise MemoryError if the memory reserved since `before` leaves too little for evaluations."""
-    held = torch.cuda.memory_reserved() - before
-    if torch.cuda.mem_get_info()[0] < SPARE * held:
-        raise MemoryError(f"graphs of {held / 2**30:.1f} GiB leave too little memory for evaluations")
+def _check_memory(bytes_before: int) -> None:
+    """Raise MemoryError if the memory reserved since `before` leaves too little memory for evaluations."""
+    graph_bytes = torch.cuda.memory_reserved() - bytes_before
+    if torch.cuda.mem_get_info()[0] < SPARE * graph_bytes:
+        raise MemoryError(
+            f"CUDA graphs use {graph_bytes / 2**30:.1f} GiB and leave too little GPU memory for evaluations"
+        )

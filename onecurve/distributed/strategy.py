@@ -1,7 +1,7 @@
-"""Strategy of a started job (name, sharding, precision), and code that makes strategies train alike.
+"""Describes a started job's strategy (name, sharding, precision), and makes strategies train alike.
 
 Without the checks in this module, DDP would silently ignore missing gradients, and ZeRO would silently skip
-steps with infinite gradients. The checks raise an error instead.
+steps with infinite gradients. With the checks, DDP and ZeRO raise an error in these cases.
 """
 
 import contextlib
@@ -28,22 +28,23 @@ def strategy(accelerator: Accelerator) -> str:
 
 
 def sharding(accelerator: Accelerator) -> dict[str, Any]:
-    """Return FSDP's or ZeRO's sharding settings by config key. The result is empty if nothing is sharded."""
+    """Return FSDP2's or ZeRO's sharding settings by config key, or {} if nothing is sharded."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         config = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
-        plain = {name: value for name, value in config.items() if not isinstance(value, dict)}
-        parts = ("offload_optimizer", "offload_param")
-        return plain | {name: config.get(name, {}).get("device", "none") for name in parts}
+        scalar_settings = {name: value for name, value in config.items() if not isinstance(value, dict)}
+        offload_sections = ("offload_optimizer", "offload_param")
+        devices = {name: config.get(name, {}).get("device", "none") for name in offload_sections}
+        return scalar_settings | devices
     if accelerator.distributed_type != DistributedType.FSDP:
         return {}
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    plugin, sizes = accelerator.state.fsdp_plugin, accelerator.parallelism_config
-    hybrid = sizes is not None and sizes.dp_replicate_size > 1
+    plugin, parallelism = accelerator.state.fsdp_plugin, accelerator.parallelism_config
+    is_hybrid = parallelism is not None and parallelism.dp_replicate_size > 1
     return {
         "reshard_after_forward": plugin.reshard_after_forward,
         "offload_params": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
-        "replicas": sizes.dp_replicate_size if hybrid else 1,
+        "replicas": parallelism.dp_replicate_size if is_hybrid else 1,
     }
 
 
@@ -63,12 +64,12 @@ def versions(accelerator: Accelerator | None = None) -> dict[str, str]:
     """Return the versions of the packages that affect results or communication.
 
     Args:
-        accelerator: The Accelerator of a wrapped model. If the model uses onecurve.models.attention_kernels,
-            the result includes the version of the attention kernel.
+        accelerator: The Accelerator of a wrapped model, or None. If the model uses the attention kernel in
+            onecurve.models.attention_kernels, the result includes the kernel's version.
     """
     installed = {"python": platform.python_version()}
     for name in ("torch", "accelerate", "deepspeed", "timm", "numpy"):
-        with contextlib.suppress(PackageNotFoundError):  # DeepSpeed is optional
+        with contextlib.suppress(PackageNotFoundError):  # DeepSpeed may not be installed
             installed[name] = version(name)
     if accelerator and accelerator.short_attention:
         from onecurve.models.attention import kernel_version
@@ -81,29 +82,31 @@ def refuse_missing_gradients(model: nn.Module, optimizer: torch.optim.Optimizer)
     """Make the optimizer's first step raise ValueError if a trained parameter lacks a gradient.
 
     If a gradient is missing, DDP does not average any gradient in the same bucket (pytorch #128949). DDP
-    reports this only in the next forward pass, after a step with different gradients in each process.
+    reports a missing gradient only in the next forward pass, after a step with different gradients in each
+    process.
     """
 
-    def check(stepping: torch.optim.Optimizer, *_) -> None:
-        if stepping is not optimizer:  # a copy of the optimizer, which steps in the trial before training
+    def check_gradients(stepping: torch.optim.Optimizer, *_) -> None:
+        if stepping is not optimizer:  # the trial before training steps copies of the optimizer
             return
         hook.remove()
-        if missing := [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]:
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if missing := [name for name, parameter in trained if parameter.grad is None]:
             raise ValueError(without_gradient(missing))
 
-    hook = optimizer.register_step_pre_hook(check)
+    hook = optimizer.register_step_pre_hook(check_gradients)
 
 
 def refuse_skipped_steps(zero: Any) -> None:
     """Make DeepSpeed's optimizer raise FloatingPointError instead of skipping a step.
 
-    Without loss scaling, DeepSpeed skips a step if a gradient is not finite. All processes detect this in the
-    same step.
+    Without loss scaling, DeepSpeed skips a step if a gradient is not finite. All processes detect such a
+    gradient in the same step.
     """
 
     def refuse() -> None:
         lr = zero.param_groups[0]["lr"]
-        raise FloatingPointError(f"a gradient is not finite with learning rate {lr:g}")
+        raise FloatingPointError(f"a gradient is not finite (learning rate {lr:g})")
 
     call_at_overflow(zero, refuse)
 
@@ -112,35 +115,38 @@ def keep_strides(model: nn.Module) -> None:
     """Make FSDP2 pass inputs to its modules with the same strides as in a single process.
 
     FSDP2's pre-forward hook turns inputs into views. A view of a single channels_last image has different
-    strides. Convolutions treat such a view as contiguous (pytorch #78611) and add products in a different
-    order.
+    strides. Convolutions treat a view with these strides as contiguous (pytorch #78611) and add products in a
+    different order.
     """
 
-    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def record_strides(module: nn.Module, args: Any, kwargs: Any) -> None:
         strides[module] = []
-        recursively_apply(lambda x: strides[module].append(x.stride()), (args, kwargs))
+        recursively_apply(lambda tensor: strides[module].append(tensor.stride()), (args, kwargs))
 
-    def restore(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        noted = iter(strides.pop(module))
-        return recursively_apply(lambda x: _strided(x, next(noted)), (args, kwargs))
+    def restore_strides(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        recorded = iter(strides.pop(module))
+        return recursively_apply(lambda tensor: _with_strides(tensor, next(recorded)), (args, kwargs))
 
     strides: dict[nn.Module, list[tuple[int, ...]]] = {}
     for module in model.modules():
         if hasattr(module, "unshard"):
-            module.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
-            module.register_forward_pre_hook(restore, with_kwargs=True)
+            module.register_forward_pre_hook(record_strides, prepend=True, with_kwargs=True)
+            module.register_forward_pre_hook(restore_strides, with_kwargs=True)
 
 
-def _strided(x: Tensor, strides: tuple[int, ...]) -> Tensor:
-    return x if x.stride() == strides else _Strided.apply(x, strides)
+def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    return tensor if tensor.stride() == strides else _WithStrides.apply(tensor, strides)
 
 
-class _Strided(torch.autograd.Function):
-    """Identity function that changes the strides of a tensor but (unlike as_strided) not of its gradient."""
+class _WithStrides(torch.autograd.Function):
+    """Identity function that changes the strides of a tensor.
+
+    Unlike as_strided, this function does not change the strides of the gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, strides: tuple[int, ...]) -> Tensor:
-        return x.as_strided(x.shape, strides)
+    def forward(ctx: Any, tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+        return tensor.as_strided(tensor.shape, strides)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -154,8 +160,8 @@ def unused_parameters(error: BaseException | None, parameters: list[str]) -> lis
 
 
 def without_gradient(names: list[str]) -> str:
-    """Return the error message about trained parameters without a gradient."""
+    """Return the error message about trained parameters that received no gradient."""
     return (
-        f"under DDP every trained parameter needs a gradient in each step, and {', '.join(names)} had none."
-        " Set requires_grad to False for unused parameters, or train with FSDP or ZeRO."
+        f"DDP needs a gradient for every trained parameter in each step, but {', '.join(names)} received"
+        " none. Set requires_grad to False for unused parameters, or train with FSDP2 or ZeRO."
     )

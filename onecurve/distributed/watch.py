@@ -1,10 +1,10 @@
-"""Watch of a process, which notices signals, the launcher's end, failed ranks and hanging collectives.
+"""Watches a process for signals, the launcher's end, failed ranks and hanging collectives.
 
 After any process receives SIGTERM, SIGUSR1 or SIGHUP, all processes save together and exit. SIGHUP arrives
-when a terminal closes or an ssh connection drops. A process that was started with SIGHUP ignored, for example
-by nohup, continues. Launchers forward SIGTERM to their processes. torchrun and accelerate also forward
-SIGHUP. When a launcher is killed, the kernel sends SIGTERM to the launcher's child processes. In indirect
-descendants, the watch notices the launcher's end within a second.
+when a terminal closes or an ssh connection drops. If a process was started with SIGHUP ignored, for example
+by nohup, the process continues after SIGHUP. Launchers forward SIGTERM to their processes. torchrun and
+accelerate also forward SIGHUP. When a launcher is killed, the kernel sends SIGTERM to the launcher's child
+processes. In all other descendants, the watch notices the launcher's end within a second.
 
 The failure of one rank ends all other ranks. Under gloo, a collective fails when a participating process
 ends. Under NCCL, other ranks continue to wait, because their main threads block in a device synchronisation
@@ -17,7 +17,7 @@ always notices signals. The watch also reports collectives that wait too long (o
 No library monitors collectives inside a CUDA graph. If a replay of a graph hangs, the report contains the
 step, the number of the replay and the waiting time, and the watch ends the process after the timeout.
 
-The rest of the project uses a single object, `watch`, and does not set its attributes.
+The rest of the project uses a single object, `watch`, and does not set the object's attributes.
 """
 
 import contextlib
@@ -46,26 +46,28 @@ from onecurve.system.phase import now
 from onecurve.system.text import message_text
 from onecurve.system.threads import start_daemon
 
-MISTAKES = (ValueError, FloatingPointError, OSError)  # printed in one line, without a traceback
+# Errors that are printed in one line, without a traceback
+MISTAKES = (ValueError, FloatingPointError, OSError)
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-LAUNCHER_ENDED = "its launcher has ended"
+LAUNCHER_ENDED = "its launcher has exited"
 POLL_S = 0.5
-GRACE_S = 1.0  # seconds for the main thread to fail first, which it does under gloo
-CLOSING_S = 12.0  # seconds for the main process to close its files and finish a checkpoint
+GRACE_S = 1.0  # seconds in which the main thread may fail first, as it does under gloo
+CLOSING_S = 12.0  # seconds in which the main process may close its files and finish a checkpoint
 ASK_AT = 0.7  # fraction of the timeout after which the watch reports a waiting collective
 DYING_S = 0.5  # seconds between the closing of a dying process's connections and the end of the process
 HEARTBEATS = 5  # number of heartbeats per timeout
-REPLAY_S = 5.0  # seconds after the timeout until the watch ends a process with a stuck replay
+REPLAY_S = 5.0  # seconds after the timeout before the watch ends a process with a stuck replay
 
-Close = Callable[[str], None]  # closes the run's files and records the error message of a failure
+# Function that closes the run's files and records the error message of a failure
+Close = Callable[[str], None]
 
 
 class Preempted(Exception):
-    """Signal that all processes have agreed to save and exit."""
+    """Raised after all processes have agreed to save and exit."""
 
 
 class Watch:
-    """Watch of this process. A separate thread ends the process if the main thread can't.
+    """Observer of this process. A separate thread ends the process if the main thread can't.
 
     The main thread calls ready() when signals may wait for the end of a step, wanted() after each step, and
     agreed() when all processes stop.
@@ -73,22 +75,27 @@ class Watch:
 
     def __init__(self) -> None:
         self._timeout_s = 300.0
-        self._is_ready = False  # if False, a signal ends the process at once; if True, after the current step
+        # True if a signal ends the process after the current step, False if a signal ends the process at once
+        self._is_ready = False
         self._is_signalled = False
         self._is_agreed = False
         self._checked_at = 0.0  # time.monotonic() of the last check for a signal
-        self._reason = ""  # name of the noticed signal, or LAUNCHER_ENDED
-        self._ranks: _Ranks | None = None  # set after the start of a job with several processes
+        self._reason = ""  # name of the signal that was noticed, or LAUNCHER_ENDED
+        self._ranks: _Ranks | None = None  # set by ready() if the job has several processes
         self._close: Close = lambda _: None
         self._has_failed = False
 
     @property
     def timeout_s(self) -> float:
-        """Number of seconds without progress after which a process counts as stuck (--timeout_s)."""
+        """Number of seconds without progress after which a process is considered stuck (--timeout_s)."""
         return self._timeout_s
 
     def start(self, timeout_s: float) -> None:
-        """Start the thread. It ends the process if the current step is not over timeout_s after a signal."""
+        """Start the watch's thread, which ends the process if a step takes too long after a signal.
+
+        Args:
+            timeout_s: Maximum number of seconds from a signal to the end of the current step.
+        """
         self._timeout_s = timeout_s
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
@@ -98,15 +105,18 @@ class Watch:
         for number in SIGNALS:
             if number != signal.SIGHUP or not processes.is_under_nohup():
                 signal.signal(number, self._note_signal)
-        above: list[psutil.Process] = []
-        if launched():  # this process ends with its launcher, but not with a shell
+        launcher_processes: list[psutil.Process] = []
+        if launched():  # this process must end with its launcher, but not with a shell
             processes.end_with_parent()
             self._reason = LAUNCHER_ENDED if processes.is_orphan() else ""
-            above = processes.launchers()
-        threading.Thread(target=self._run, args=(reader, above), daemon=True).start()
+            launcher_processes = processes.launchers()
+        threading.Thread(target=self._watch_signals, args=(reader, launcher_processes), daemon=True).start()
 
     def ready(self, accelerator: Accelerator) -> None:
-        """From now on, let signals wait for the end of a step, and watch other ranks. Collective."""
+        """Let signals wait for the end of a step from now on, and watch other ranks.
+
+        This method is collective.
+        """
         self._is_ready = True
         if accelerator.num_processes > 1:
             self._ranks = _Ranks(accelerator, self._timeout_s, lambda message: self._close(message))
@@ -118,7 +128,9 @@ class Watch:
         return self._is_signalled or bool(self._reason)
 
     def agreed(self) -> str:
-        """Remove the time limit for the exit, because the last save may take long. All processes have agreed.
+        """Remove the time limit for the exit, because the last save may take long.
+
+        The caller guarantees that all processes have agreed to stop.
 
         Returns:
             The reason why this process must stop, or "" if only another process received a signal.
@@ -126,20 +138,20 @@ class Watch:
         self._is_agreed = True
         return self._reason
 
-    def on_failure(self, close: Close) -> None:
-        """Set the function that receives the message when another rank's failure ends this process."""
-        self._close = close
+    def on_failure(self, close_run: Close) -> None:
+        """Set the function that receives the error message when another rank's failure ends this process."""
+        self._close = close_run
 
     def begin_exit(self) -> None:
         """Reserve the exit for the main thread, so that another rank's failure can't end this process.
 
-        This call never returns if the watch is already ending the process.
+        If the watch is already ending the process, this call never returns.
         """
         if self._ranks:
             self._ranks.begin_exit()
 
     def report_failure(self, error: BaseException) -> BaseException:
-        """Report this rank's error to other ranks and to launch.py. Return the error's cause.
+        """Report this rank's error to other ranks and to launch.py, and return the error's cause.
 
         Only the first call sends a report. The cause may be another rank's error.
         """
@@ -149,7 +161,7 @@ class Watch:
         if self._ranks:
             return self._ranks.report_failure(error)
         if isinstance(error, Exception):
-            report("failed", message=_described(error))
+            report("failed", message=_error_text(error))
         return error
 
     def report_hang(self) -> None:
@@ -158,104 +170,106 @@ class Watch:
             self._ranks.hang.make()
 
     def _note_signal(self, *_: object) -> None:
-        """Record a signal. This handler uses no lock, because a second signal may interrupt it."""
+        """Record a signal, without a lock, because a second signal may interrupt this handler."""
         self._is_signalled = True
 
-    def _run(self, reader: int, above: list[psutil.Process]) -> None:
+    def _watch_signals(self, wakeup_reader: int, launcher_processes: list[psutil.Process]) -> None:
         """Watch for signals, the launcher's end and hanging collectives. Signals are noticed immediately.
 
-        This method ends the process if no step ends after a signal, because the main thread may wait forever
+        If no step ends after a signal, this method ends the process, because the main thread may wait forever
         for a dead process, a disk or a file server.
         """
         stopped_at = 0.0
         while True:
-            is_readable = select.select([reader], [], [], POLL_S)[0]
-            if numbers := [n for n in (os.read(reader, 64) if is_readable else b"") if n in SIGNALS]:
-                self._reason = self._reason or signal.Signals(numbers[0]).name
+            is_readable = select.select([wakeup_reader], [], [], POLL_S)[0]
+            received_bytes = os.read(wakeup_reader, 64) if is_readable else b""
+            if received_signals := [number for number in received_bytes if number in SIGNALS]:
+                self._reason = self._reason or signal.Signals(received_signals[0]).name
                 if not self._is_agreed:
                     report("leaving", why=self._reason)
-            elif not all(map(processes.is_alive, above)):
+            elif not all(map(processes.is_alive, launcher_processes)):
                 self._reason = self._reason or LAUNCHER_ENDED
-                above = []
+                launcher_processes = []
             if self._ranks:
                 self._ranks.look_for_hang()
             if not self._reason:
                 continue
             if not self._is_ready:
                 os._exit(PREEMPTED)
-            at = time.monotonic()
-            stopped_at = stopped_at or at
-            if not self._is_agreed and at - max(stopped_at, self._checked_at) > self._timeout_s:
+            time_s = time.monotonic()
+            stopped_at = stopped_at or time_s
+            if not self._is_agreed and time_s - max(stopped_at, self._checked_at) > self._timeout_s:
                 self._end_stuck()
 
     def _end_stuck(self) -> NoReturn:
         """End this process, because its step has not ended within the timeout after a signal."""
         self.report_hang()
         has_no_launcher = self._reason == LAUNCHER_ENDED
-        cause = "The launcher has ended" if has_no_launcher else f"Received {self._reason}"
+        cause = "the launcher has exited" if has_no_launcher else f"the process received {self._reason}"
         log.warning(
-            f"{cause}, but no step finished within {self._timeout_s:g} s; still waiting for"
-            " data or another rank."
+            f"{cause}, but the current step has not finished within {self._timeout_s:g} s. The process was"
+            " waiting for data or for another rank."
         )
         os._exit(1)
 
 
 class _Ranks:
-    """Other ranks of the job, which are observed through the store and, on the same host, through /proc."""
+    """Other ranks of the job, observed through the store and, on the same host, through /proc."""
 
-    def __init__(self, accelerator: Accelerator, timeout_s: float, close: Close):
+    def __init__(self, accelerator: Accelerator, timeout_s: float, close_run: Close):
         self.accelerator, self.rank, self.timeout_s = accelerator, accelerator.process_index, timeout_s
-        self.close = close
+        self.close_run = close_run
         hosts_first = self.rank - local_rank()
         identity = socket.gethostname(), hosts_first, os.getpid(), processes.start_ticks(os.getpid())
         identities = gather_object([[uuid.uuid4().hex, *identity]])
-        self.siblings = {  # pid and start time of each other rank on this host
+        self.local_ranks = {  # pid and start time of each other rank on this host, by rank
             rank: (pid, ticks)
             for rank, (_, _, first, pid, ticks) in enumerate(identities)
             if first == hosts_first and processes.is_running(pid, ticks) and rank != self.rank
         }
-        job = identities[0][0]  # unique name, which changes after a restart
-        self.failure, self.interrupt, self.exit = f"{job}/failure", f"{job}/interrupt", f"{job}/exit"
+        job = identities[0][0]  # unique name of the job, which changes after a restart
+        self.failure_key, self.interrupt_key = f"{job}/failure", f"{job}/interrupt"
+        self.exit_key_prefix = f"{job}/exit"
         # One channel each for poll(), for failures in the main thread, and for the hang report
-        self.polling, self.failing, asking = (Channel().clone() for _ in range(3))
+        self.poll_channel, self.failure_channel, asking = (Channel().clone() for _ in range(3))
         self.hang = HangReport(job, self.rank, [host for _, host, *_ in identities], asking)
-        self.ending = threading.RLock()  # lock held by the thread that ends this process
-        self.exiting = False
-        self.looked_at = 0.0
+        self.exit_lock = threading.RLock()  # acquired by the thread that ends this process
+        self.is_exiting = False
+        self.hang_checked_at = 0.0
 
     def poll(self) -> None:
         """Send heartbeats and answer requests from other ranks until the main thread ends this process.
 
-        This method ends the process if another rank fails.
+        If another rank fails, this method ends the process.
         """
-        channel, heartbeat_at = self.polling, 0.0
-        while not self.exiting:
+        channel, heartbeat_at = self.poll_channel, 0.0
+        while not self.is_exiting:
             if time.monotonic() - heartbeat_at > self.timeout_s / HEARTBEATS:
                 heartbeat_at = time.monotonic()
                 self.hang.beat(channel)
             self.hang.answer(channel)
-            message = channel.read(self.failure)
-            if not message and (dead := self.dead_sibling(channel)):
-                message = channel.first(self.failure, dead)
+            message = channel.read(self.failure_key)
+            if not message and (death_message := self.dead_sibling(channel)):
+                message = channel.first(self.failure_key, death_message)
             if message:
                 return self.end(message)
             time.sleep(POLL_S)
 
     def end(self, message: str) -> None:
-        """End this process because another rank failed, unless the main thread is already doing so."""
+        """End this process because another rank failed, unless the main thread already ends the process."""
         time.sleep(GRACE_S)
-        if not self.ending.acquire(blocking=False):
+        if not self.exit_lock.acquire(blocking=False):
             return
-        self.exiting = True
-        timer = threading.Timer(CLOSING_S, os._exit, (1,))  # in case close() waits for a disk or the store
+        self.is_exiting = True
+        timer = threading.Timer(CLOSING_S, os._exit, (1,))  # close() may wait for a disk or the store
         timer.daemon = True
         timer.start()
         with contextlib.suppress(Exception):
-            self.close(message)
+            self.close_run(message)
         tell_torchrun(message)
-        if first_to_report(message, self.polling):
+        if first_to_report(message, self.poll_channel):
             log.warning(f"error: {message}")
-        let_main_close_first(self.accelerator, self.polling)
+        let_main_close_first(self.accelerator, self.poll_channel)
         time.sleep(1 if self.rank == 0 else 2)  # a launcher kills all processes as soon as one exits
         sys.stdout.flush()
         report("exit", status=1)
@@ -263,80 +277,81 @@ class _Ranks:
 
     def dead_sibling(self, channel: Channel) -> str | None:
         """Return a message about a process on this host that died without a report, or None."""
-        for rank, (pid, ticks) in self.siblings.items():
-            if not processes.is_running(pid, ticks) and not channel.read(f"{self.exit}/{rank}"):
+        for rank, (pid, ticks) in self.local_ranks.items():
+            if not processes.is_running(pid, ticks) and not channel.read(f"{self.exit_key_prefix}/{rank}"):
                 return (
-                    f"rank {rank} (host {socket.gethostname()}, process {pid}) died without a message: it was"
-                    " killed (perhaps by lack of memory) or crashed. See the end of its output, and `dmesg`."
+                    f"rank {rank} (host {socket.gethostname()}, process {pid}) died without an error message."
+                    " The process crashed or was killed, perhaps because the host ran out of memory. Check"
+                    " the last lines of the process's output, and `dmesg`."
                 )
         return None
 
     def cause_elsewhere(self) -> str | None:
         """Return a message about another rank's failure that explains a failed collective, or None."""
-        return self.failing.read(self.interrupt) or self.dead_sibling(self.failing)
+        return self.failure_channel.read(self.interrupt_key) or self.dead_sibling(self.failure_channel)
 
     def begin_exit(self) -> None:
         """Let the main thread end this process, and tell other ranks that the exit is intentional."""
-        self.ending.acquire()
-        if not self.exiting:
-            self.exiting = True
-            self.failing.post(f"{self.exit}/{self.rank}", True)
+        self.exit_lock.acquire()
+        if not self.is_exiting:
+            self.is_exiting = True
+            self.failure_channel.post(f"{self.exit_key_prefix}/{self.rank}", True)
 
     def report_failure(self, error: BaseException) -> BaseException:
-        """Report this rank's error to other ranks. Return its cause, which may be another rank's error.
+        """Report this rank's error to other ranks, and return its cause, which may be another rank's error.
 
-        Only the first failure of a job is reported to launch.py. The message of this failure replaces
+        Only the first failure of a job is reported to launch.py. The first failure's message replaces
         consequential errors on other ranks, such as a reset connection. Ctrl-C reaches all ranks, and each
         rank ends independently. Ctrl-C is the cause of another rank's error only if SIGINT was sent to a
         single rank.
         """
-        where = f"rank {self.rank} (host {socket.gethostname()})"
+        location = f"rank {self.rank} (host {socket.gethostname()})"
         if not isinstance(error, Exception):
-            self.failing.first(
-                self.interrupt, f"{where} was interrupted: it received SIGINT, which saves nothing"
+            self.failure_channel.first(
+                self.interrupt_key, f"{location} was interrupted by SIGINT, so no checkpoint was saved"
             )
             return error
-        message, cause = _described(error), None
+        message, cause = _error_text(error), None
         is_mistake = isinstance(error, MISTAKES)
         if not is_mistake:
-            message = f"{where} failed: {message}"
+            message = f"{location} failed: {message}"
             deadline = time.monotonic() + DYING_S
             while not (cause := self.cause_elsewhere()) and time.monotonic() < deadline:
                 time.sleep(0.1)
-        first = self.failing.first(self.failure, cause or message)
-        if self.failing.gone:
+        first_message = self.failure_channel.first(self.failure_key, cause or message)
+        if self.failure_channel.gone:
             return error
-        if first == message:
+        if first_message == message:
             report("failed", message=message)
-        return error if is_mistake or first == message else ValueError(first)
+        return error if is_mistake or first_message == message else ValueError(first_message)
 
     def look_for_hang(self) -> None:
         """Look for collectives and replays that wait too long, without using the store, which may hang."""
-        if self.exiting:
+        if self.is_exiting:
             return
-        at = time.monotonic()
-        if not self.hang.is_made and at - self.looked_at >= self.timeout_s / 40:
-            self.looked_at = at
+        time_s = time.monotonic()
+        if not self.hang.is_made and time_s - self.hang_checked_at >= self.timeout_s / 40:
+            self.hang_checked_at = time_s
             start_daemon(self.report_long_wait)
         if now.replay and now.replay.age_s > self.timeout_s + REPLAY_S:
             start_daemon(self.end_replay)
 
     def report_long_wait(self) -> None:
         """Create the hang report if a collective has waited for most of the timeout."""
-        ages_s = [c["age_s"] for c in collectives() if not c["is_done"]]
-        if max(ages_s, default=0.0) > ASK_AT * self.timeout_s and not self.exiting:
+        ages_s = [entry["age_s"] for entry in collectives() if not entry["is_done"]]
+        if max(ages_s, default=0.0) > ASK_AT * self.timeout_s and not self.is_exiting:
             self.hang.make()
 
     def end_replay(self) -> None:
-        """End this process because a graph replay does not end."""
+        """End this process because the replay of a CUDA graph does not end."""
         if replay := now.replay:
             self.end(
-                f"replay {replay.number} of the step's graph, at step {now.step}, has waited for another rank"
-                f" for more than {self.timeout_s:g} s"
+                f"replay {replay.number} of the step's CUDA graph, at step {now.step}, has waited for another"
+                f" rank for more than {self.timeout_s:g} s"
             )
 
 
-def _described(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """Return the error's message, preceded by the class name unless the error is one of MISTAKES."""
     text = message_text(error)
     return text if isinstance(error, MISTAKES) else f"{type(error).__name__}: {text}"

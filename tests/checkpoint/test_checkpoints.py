@@ -120,7 +120,7 @@ def test_a_rank_or_the_launcher_killed_in_a_step(victim, straight_on_two, stoppa
         status, output = job.wait(60)
         assert status != 0
         assert "SIGKILL" in output or "-9" in output
-        assert re.search(r"^error: rank 1 \(.*\) died without a message", output, re.MULTILINE), output
+        assert re.search(r"^error: rank 1 \(.*\) died without an error message", output, re.MULTILINE), output
         assert "Connection" not in output, "a reset connection follows from it"
         assert result(folder)["status"] == "failed"
     else:
@@ -174,12 +174,12 @@ ONCE = f"""                        import os, signal, subprocess
 STOP = """subprocess.Popen(["sh", "-c", f"sleep 9; kill -9 {os.getpid()}"], start_new_session=True)
                             os.kill(os.getpid(), signal.SIGSTOP)"""
 FAULTS = {
-    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "died without a message: it was killed"),
-    "stopped": (STOP, "the job hangs: rank 1 .* is silent: stopped by a signal"),
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "died without an error message"),
+    "stopped": (STOP, "the job hangs: rank 1 .* is silent: a signal stopped the process"),
     "silent": (
         "time.sleep(60)",
         "error: the checkpoint of step 8 can't be gathered: rank 1 did not answer for 5 s. The checkpoint"
-        " of step 4 is intact. Run the same command to resume",
+        " of step 4 is intact. Run the same command again to resume training",
     ),
 }
 
@@ -340,7 +340,7 @@ def test_damage_is_detected_and_the_previous_checkpoint_is_used(file, form, stra
     assert newest(tmp_path / "checkpoints").step == 20
     messages = capsys.readouterr().err.splitlines()
     assert len(messages) == 1
-    assert messages[0].startswith("warning: checkpoint of step 24 is damaged: ")
+    assert messages[0].startswith("warning: the checkpoint of step 24 is damaged: ")
     assert file in messages[0]
     # The damaged checkpoint was renamed and is never used again
     assert (tmp_path / "checkpoints" / f"damaged_{LAST}").is_dir()
@@ -363,7 +363,7 @@ def test_a_run_stops_if_all_checkpoints_are_damaged(straight, tmp_path):
     for folder in parent.glob("step_*"):
         damage(folder / "state.json", "truncated")
     before = sorted(os.listdir(parent))
-    with pytest.raises(ValueError, match=r"^none of the . checkpoints in .* verifies"):
+    with pytest.raises(ValueError, match=r"^none of the . checkpoints in .* passes verification"):
         newest(parent)
     assert sorted(os.listdir(parent)) == before
 
@@ -428,13 +428,14 @@ def test_pickle_in_any_file_is_not_run(file, hostile, tmp_path):
 INVALID = [{"files": []}, {"files": {"model.safetensors": 1}}, {"files": None}, {"step": "24"}]
 INVALID += [{"files": {"state.json": {"size": -1, "sha256": ""}}}]
 FOREIGN_FILES = ("/etc/passwd", "../outside.safetensors", "a/b", "custom_checkpoint_0.pkl")
-FORGED = [(changes, "is not a manifest") for changes in INVALID] + [({"step": 25}, "belongs to step 25")]
+FORGED = [(changes, "is not a valid checkpoint manifest") for changes in INVALID]
+FORGED += [({"step": 25}, "belongs to the checkpoint of step 25")]
 FORGED += [
     ({"files": {name: {"size": 1, "sha256": "0"}}}, "does not list the files of a checkpoint")
     for name in FOREIGN_FILES
 ]
 FORGED += [
-    ({"format_version": version}, f"has format version {version}, but this code reads")
+    ({"format_version": version}, f"uses checkpoint format version {version}, but")
     for version in (FORMAT_VERSION + 1, 0, "1", None, True)
 ]
 
@@ -449,7 +450,7 @@ def test_a_forged_manifest_is_refused(changes, message, hostile):
 def test_tensors_of_another_shape_are_refused_before_anything_is_loaded(hostile, tmp_path):
     save_file({"head.weight": torch.zeros(3)}, hostile / "model.safetensors")
     forge(hostile)
-    assert "belongs to another model" in refusal(hostile, tmp_path)
+    assert "does not match this model" in refusal(hostile, tmp_path)
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
@@ -457,7 +458,7 @@ def test_tensors_of_another_shape_are_refused_before_anything_is_loaded(hostile,
 def test_a_giant_header_is_refused(size, hostile):
     (hostile / "model.safetensors").write_bytes(struct.pack("<Q", size) + b"{" + b" " * 1000)
     forge(hostile)
-    with pytest.raises(ValueError, match="is not a safetensors file"):
+    with pytest.raises(ValueError, match="is not a valid safetensors file"):
         checkpoints.TensorFile(verify(hostile).folder / "model.safetensors")
 
 
@@ -476,7 +477,8 @@ def test_links_are_not_followed_when_checkpoints_are_removed(straight, tmp_path,
         (parent / name).symlink_to(elsewhere)
     checkpoints.remove_temporary(parent)
     checkpoints.remove(parent / "step_00000004")
-    message = f"{parent}/step_00000004 is a link to {elsewhere}. Only the link is removed, not its target."
+    link = f"{parent}/step_00000004"
+    message = f"Removing only the symbolic link {link}. The linked folder {elsewhere} is kept."
     assert message in capsys.readouterr().out
     assert sorted(os.listdir(parent)) == sorted(os.listdir(straight[0] / "checkpoints"))
     (parent / f".{LAST}.tmp").symlink_to(elsewhere)

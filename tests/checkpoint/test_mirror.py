@@ -214,7 +214,7 @@ def test_a_black_hole_does_not_stop_training(bucket, impatient, straight, tmp_pa
     output = run(bucket.words(folder), env=bucket.env, cwd=impatient)
     assert bucket.proxy.faults["black_hole"] >= 2
     assert "could not be uploaded to s3://" in output
-    assert "It is safe on disk" in output
+    assert "The checkpoint is safe on the local disk" in output
     assert_same_end(folder, straight[0])
     assert result(folder)["status"] == "finished"
     assert result(folder)["uploaded"] is False

@@ -64,7 +64,7 @@ def test_another_number_of_classes_gets_a_new_head(file, tmp_path, capsys):
     assert not state["head.bias"].any()
     for name in source.keys() - {"head.weight", "head.bias"}:
         assert torch.equal(state[name], source[name]), name
-    assert "the head is new, for 3 classes instead of 10" in capsys.readouterr().out
+    assert "a new head for 3 classes replaces the file's head for 10 classes" in capsys.readouterr().out
     headless = {name: tensor for name, tensor in source.items() if not name.startswith("head.")}
     save_file(headless, tmp_path / "headless.safetensors")
     assert load_into_model(tmp_path / "headless.safetensors", classes=3)["head.weight"].shape == (3, 64)
@@ -78,24 +78,24 @@ def test_another_number_of_classes_gets_a_new_head(file, tmp_path, capsys):
         (
             ("wolf", "cat", "dog"),
             [2, 0, 1],
-            "rows of 3 classes, matched by name, and has new rows for 0 classes",
+            "rows for 3 classes with known names and adds rows for 0 classes",
         ),
-        (("wolf", "cat"), [2, 0], "rows of 2 classes, matched by name, and has new rows for 0 classes"),
+        (("wolf", "cat"), [2, 0], "rows for 2 classes with known names and adds rows for 0 classes"),
         (
             ("dog", "fox", "wolf"),
             [1, None, 2],
-            "rows of 2 classes, matched by name, and has new rows for 1 class",
+            "rows for 2 classes with known names and adds rows for 1 class",
         ),
         (
             ("fox", "hen", "ox"),
             [None] * 3,
-            "rows of 0 classes, matched by name, and has new rows for 3 classes",
+            "rows for 0 classes with known names and adds rows for 3 classes",
         ),
         ((), [0, 1, 2], ""),
         (
             ("a", "b", "c"),
             [0, 1, 2],
-            "so they are assumed to be the data's classes, in that order",
+            "so the head's rows are assumed to be in the data's class order",
         ),
     ],
 )
@@ -144,8 +144,8 @@ def test_a_hub_folder_defines_the_preprocessing(tmp_path, capsys):
     changed = data_config_of(build_model(recipe, 3), recipe)
     assert (changed.crop[:3], changed.mean) == (tuple(flags.values()), base["mean"])
     output = capsys.readouterr().out
-    assert "; timm resamples pos_embed for this size; the head is new, for 3 classes" in output
-    with pytest.raises(ValueError, match=r"hub contains test_vit, not test_vit2\. Use --model test_vit"):
+    assert "; timm resamples pos_embed to match this model's size; a new head for 3 classes" in output
+    with pytest.raises(ValueError, match=r"hub contains a test_vit model, .*\. Use --model test_vit"):
         build_model(Vit(model="test_vit2", weights=str(folder)), 10)
 
 
@@ -181,7 +181,7 @@ def test_weights_come_from_a_run_a_checkpoint_or_an_exported_folder(tmp_path):
     content = bytearray((best / "ema.safetensors").read_bytes())
     content[-1] ^= 1
     (best / "ema.safetensors").write_bytes(content)
-    with pytest.raises(ValueError, match=r"--weights .*ema.safetensors has changed since it was written"):
+    with pytest.raises(ValueError, match=r"--weights .*ema.safetensors does not match the SHA-256"):
         load_into_model(run)
 
 
@@ -213,13 +213,13 @@ def test_a_best_checkpoint_that_is_replaced_during_the_read(when, tmp_path, monk
 
 
 def test_weights_of_another_model_are_refused_with_the_first_tensor(file, tmp_path):
-    with pytest.raises(ValueError, match=r'test_vit2: Missing key\(s\) in state_dict: "reg_token"\. Use'):
+    with pytest.raises(ValueError, match=r'test_vit2: Missing key\(s\) in state_dict: "reg_token"\. Set'):
         load_into_model(file, model="test_vit2")
     larger = saved(tmp_path / "more.safetensors", unknown=torch.zeros(1))
-    with pytest.raises(ValueError, match=r'Unexpected key\(s\) in state_dict: "unknown"\. Use the --model'):
+    with pytest.raises(ValueError, match=r'Unexpected key\(s\) in state_dict: "unknown"\. Set --model'):
         load_into_model(larger)
     best = checkpoint(tmp_path / "run", 10, 1.0)
-    with pytest.raises(ValueError, match=r"test_vit2: .*\. Use the --model of the weights, test_vit$"):
+    with pytest.raises(ValueError, match=r"test_vit2: .*\. Set --model to .* of the weights \(test_vit\)\.$"):
         load_into_model(best, model="test_vit2")
     with pytest.raises(ValueError, match=r"contains neither checkpoints nor model\.safetensors"):
         load_into_model(tmp_path)
@@ -233,7 +233,9 @@ def test_names_of_a_wrapped_model(prefix, file, tmp_path, capsys):
     save_file({f"{prefix}{name}": tensor for name, tensor in load_file(file).items()}, wrapped)
     expected, state = load_into_model(file, classes=3), load_into_model(wrapped, classes=3)
     assert all(torch.equal(state[name], expected[name]) for name in expected if "head" not in name)
-    assert f"the prefix {prefix} is removed from all names; the head is new, for 3" in capsys.readouterr().out
+    assert (
+        f"the prefix {prefix} is removed from all tensor names; a new head for 3" in capsys.readouterr().out
+    )
     save_file({"model.norm.weight": torch.zeros(1), "unknown": torch.zeros(1)}, wrapped)
     with pytest.raises(ValueError, match=r"Missing key"):
         load_into_model(wrapped)
@@ -246,7 +248,7 @@ def test_a_pickle_is_not_read_and_the_message_converts_it(is_zip, file, tmp_path
     state["head.weight"] = state["head.weight"].t().contiguous().t()
     pickle = tmp_path / "their model.pth"
     torch.save({"model": state, "epoch": 3}, pickle, _use_new_zipfile_serialization=is_zip)
-    with pytest.raises(ValueError, match="is a pickle, which can run code when it is read") as raised:
+    with pytest.raises(ValueError, match="is a pickle file, which can execute code when it is") as raised:
         load_into_model(pickle)
     command = str(raised.value).partition(" container: ")[2]
     words = shlex.split(command)

@@ -32,7 +32,9 @@ def test_too_few_gpus(monkeypatch):
     simulate_gpus(monkeypatch, 2)
     with pytest.raises(ValueError, match="4 processes were started on this host, which has 2 GPUs") as error:
         check_devices()
-    assert "Start 2 per host (accelerate's --num_processes, torchrun's --nproc_per_node" in str(error.value)
+    assert "Start 2 per host with accelerate's --num_processes, torchrun's --nproc_per_node" in str(
+        error.value
+    )
     assert "CUDA_VISIBLE_DEVICES=" in str(error.value)
     for enough in (0, 4, 8):  # On a host without GPUs, the job is a rehearsal
         simulate_gpus(monkeypatch, enough)
@@ -41,7 +43,7 @@ def test_too_few_gpus(monkeypatch):
 
 # Compute capability of each simulated host's GPU, and whether the host's CPU supports bf16 natively
 HOSTS = {"new gpu": ((9, 0), False), "old gpu": ((7, 5), True), "old cpu": (None, False)}
-IN_FP32 = "training in fp32, because the launcher sets mixed precision no"
+IN_FP32 = "training in fp32, because the launcher sets mixed precision to no"
 
 
 @pytest.mark.parametrize(
@@ -53,15 +55,21 @@ IN_FP32 = "training in fp32, because the launcher sets mixed precision no"
         (None, "no", "new gpu", "no", IN_FP32),  # Without a config, accelerate launch passes "no"
         ("no", "no", "new gpu", "no", ""),
         (None, "no", "old gpu", "no", ""),  # GPU without support for bf16
-        (None, "bf16", "old gpu", "fp16", "fp16 replaces the config's bf16"),  # GPU that would emulate bf16
-        ("bf16", "bf16", "old gpu", "bf16", "this GPU has no native bf16"),  # The flag overrides the config
-        (None, "bf16", "old cpu", "no", "this CPU has no native bf16"),  # A rehearsal with a config for GPUs
+        (None, "bf16", "old gpu", "fp16", "fp16 instead of the config's bf16"),  # GPU that would emulate bf16
+        (
+            "bf16",
+            "bf16",
+            "old gpu",
+            "bf16",
+            "this GPU does not support bf16",
+        ),  # The flag overrides the config
+        (None, "bf16", "old cpu", "no", "this CPU does not support"),  # A rehearsal with a config for GPUs
         ("bf16", "no", "old cpu", "bf16", ""),
         ("no", "bf16", "new gpu", "no", ""),
         ("fp16", None, "old gpu", "fp16", ""),
         ("fp16", None, "old cpu", "fp16", "fp16 is slow on a CPU"),
         (None, "bf16, use_cpu", "old gpu", "bf16", ""),  # cpu.yaml selects the CPU
-        (None, "bf16, use_cpu", "new gpu", "no", "this CPU has no native bf16"),
+        (None, "bf16, use_cpu", "new gpu", "no", "this CPU does not support bf16"),
     ],
 )
 def test_precision(flag, launcher, host, expected, message, monkeypatch, capsys):
@@ -116,7 +124,8 @@ def test_deepspeeds_config_gets_the_recipes_numbers(capsys):
     assert not logging.getLogger("DeepSpeed").filter(warning)
     sizes = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4}
     assert (sizes | {"gradient_clipping": 0.0}).items() <= config.items()
-    assert capsys.readouterr().out == "replacing DeepSpeed's gradient_clipping 1.0 with the recipe's 0.0\n"
+    remark = "replacing gradient_clipping 1.0 in the DeepSpeed config with the recipe's value, 0.0\n"
+    assert capsys.readouterr().out == remark
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ def test_sigint_to_one_rank_is_reported(tmp_path, cache):
     ranks_of(job)[1].send_signal(signal.SIGINT)
     status, output = job.wait(timeout_s=60)
     assert status == 1, output
-    message = r"^error: rank 1 \(host .*\) was interrupted: it received SIGINT, which saves nothing$"
+    message = r"^error: rank 1 \(host .*\) was interrupted by SIGINT, so no checkpoint was saved$"
     assert len(re.findall(message, output, re.MULTILINE)) == 1, output
     assert 'train_cnn_a.py", line' not in output, output  # Only the launcher prints a traceback
 

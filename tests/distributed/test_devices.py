@@ -74,7 +74,7 @@ MISMATCH, NO_LIBRARY = pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, pynvml.NVML_ER
         ),
         ({"cuda": 13000}, None, None, "the installed torch was built without CUDA"),
         ({"error": MISMATCH}, None, "13.2", "does not respond"),  # The driver was updated but not reloaded
-        ({"cuda": 13000}, "7", "13.2", "CUDA_VISIBLE_DEVICES=7 names none of them"),
+        ({"cuda": 13000}, "7", "13.2", "CUDA_VISIBLE_DEVICES=7 selects none of the host's GPUs"),
         # Error message from torch
         ({"cuda": 13000}, None, "13.2", r"Error 802: system not yet initialized\. "),
     ],
@@ -113,7 +113,7 @@ def test_a_requested_rehearsal(variable, value, error, driver, monkeypatch):
 
 def test_a_gpu_that_torch_has_no_code_for(monkeypatch):
     simulate_gpus(monkeypatch, 1, (7, 0))
-    with pytest.raises(ValueError, match=r"no code for GPU 0, a GPU .*7\.0.*sm_75, sm_80, sm_90"):
+    with pytest.raises(ValueError, match=r"only sm_75, sm_80, sm_90, but GPU 0 \(a GPU\) .*7\.0"):
         check_devices()
     simulate_gpus(monkeypatch, 1, (8, 9))  # GPU that runs code compiled for sm_80
     check_devices()
@@ -164,7 +164,7 @@ def test_two_processes_on_one_gpu_are_refused():
     for thread in threads:
         thread.join()
     assert sorted(errors) == [0, 2]
-    assert "ranks 0 and 2 have the same GPU. Start one process per GPU" in errors[0]
+    assert "ranks 0 and 2 use the same GPU. Start only one process per GPU" in errors[0]
 
 
 @pytest.mark.full

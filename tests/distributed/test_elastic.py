@@ -93,7 +93,8 @@ def test_a_number_of_hosts_that_does_not_divide_the_batch_waits_then_fails(agent
     with pytest.raises(ValueError, match=r"--batch_size.*hosts that can train: 1 or 2 or 4"):
         rendezvous.elastic_batch(job)
     assert slept == [7]
-    message = "3 hosts can't share the batch: waiting up to 7 s for another number of hosts (1 or 2 or 4)\n"
+    message = "the batch does not divide among 3 hosts. Waiting up to 7 s for a different number of hosts"
+    message += " (1 or 2 or 4)\n"
     assert capsys.readouterr().out == message
     agent(PET_NNODES="3", WORLD_SIZE="6")
     with pytest.raises(ValueError, match="--batch_size"):
@@ -105,7 +106,7 @@ def test_a_number_of_hosts_that_does_not_divide_the_batch_waits_then_fails(agent
 def test_each_process_checks_the_promised_number_of_processes(monkeypatch):
     """Check the promised number in each process, because a launcher may start processes as separate jobs."""
     monkeypatch.setenv("LAUNCH_PROCESSES", "2")
-    with pytest.raises(ValueError, match=r"^launch.py started 2 processes for this job, but this process is"):
+    with pytest.raises(ValueError, match=r"^launch.py started 2 processes for this job, but WORLD_SIZE is"):
         start(Recipe())
 
 

@@ -159,7 +159,7 @@ def test_fused_steps_of_shards_are_refused(project_copy, tmp_path, cache):
     command = [*STRATEGIES["fsdp"], *words("cnn_a", cache), "--output_dir", tmp_path / "run"]
     status, output = Job(command, cwd=project_copy).wait()
     assert status != 0
-    assert "AdamW can't be used on FSDP2's shards: its update of shards has different bits" in output
+    assert "AdamW can't be used on FSDP2's shards: updates of shards are not bitwise identical" in output
 
 
 THREADS = '_users_environment().get("OMP_NUM_THREADS", "1").partition(",")[0])'
@@ -176,12 +176,12 @@ MISTAKES = {  # Launcher, file, code, replacement and expected message of each m
     ),
     "a head of each shard's process": (
         *(STRATEGIES["fsdp"], "train_hello.py", HEAD, HEADS),
-        "by step 5, a parameter had a gradient on some processes only",
+        "at step 5 or earlier, a parameter received a gradient only on some processes",
     ),
     "infinite": (
         *(torchrun(2), "train_hello.py", BACKWARD),
         "accelerator.backward(loss * (float('inf') if step == 3 and rank == 1 else 1))",
-        "the gradient of blocks.0.0.weight at step 4 is not finite, or more than 341.333",
+        "the gradient of blocks.0.0.weight at step 4 is not finite or exceeds 341.333",
     ),
 }
 
@@ -283,7 +283,7 @@ def test_any_order_on_any_number_of_processes_gives_the_same_bits(case):
     ("old", "new"),
     [
         ("out=out).round_()", "out=out)"),
-        ("sums.add_(part)", "sums.copy_(sums.float() + part)"),
+        ("sums.add_(chunk)", "sums.copy_(sums.float() + chunk)"),
         (
             "loss / self.micro_batches",
             "loss / self.accelerator.gradient_accumulation_steps / self.accelerator.num_processes",
@@ -296,9 +296,7 @@ def test_a_mutant_of_the_sum_is_detected(old, new):
 
 
 def test_a_gradient_that_is_too_large_is_refused():
-    with pytest.raises(
-        FloatingPointError, match=r"gradient of 0 at step 1 is not finite, or more than 117\.0"
-    ):
+    with pytest.raises(FloatingPointError, match=r"gradient of 0 at step 1 is not finite or exceeds 117\.0"):
         added(exact_sum, gradients_of(0, [0.0] * 35) * 1e6)
 
 

@@ -31,7 +31,7 @@ SKIP = f"{ON_RANK_1}accelerator.wait_for_everyone()\n{CALL}"
 SLEEP = f"            if self.accelerator.process_index == 1: __import__('time').sleep(60)\n{READ}"
 AWAITED = "rank 1 (node1) has not reached gloo:all_reduce, where other ranks wait"
 RANK_1_AWAITED = r"rank 1 \(.*\) has not reached gloo:"
-DIFFER = "the ranks are in different collectives"
+DIFFER = "the ranks are waiting in different collectives"
 WAITS = ("training", "all_reduce", 7, False)
 
 
@@ -49,7 +49,7 @@ def evidence(rank, phase, op, number, is_done):
         (("saving", "broadcast", 6, False), WAITS, f"{AWAITED}: saving at train.py:7"),
         (("reading data", "all_reduce", 7, True), WAITS, f"{AWAITED}: reading data"),
         (("saving", "barrier", 7, False), WAITS, f"{DIFFER}: rank 0 in gloo:all_reduce 7, rank 1 in"),
-        (WAITS, WAITS, "all ranks are in the same collective"),
+        (WAITS, WAITS, "all ranks are waiting in the same collective"),
     ],
 )
 def test_the_table_names_the_awaited_rank(second, third, message):
@@ -66,8 +66,8 @@ def test_the_table_names_the_awaited_rank(second, third, message):
 @pytest.mark.parametrize(
     ("file", "code", "message"),
     [
-        full(HELLO, STOP_ON_RANK_1, r"rank 1 \(.*\) is silent: stopped by a signal"),
-        full(HELLO, STOP_ON_RANK_0, r"rank 0 \(.*\) is silent: stopped by a signal"),
+        full(HELLO, STOP_ON_RANK_1, r"rank 1 \(.*\) is silent: a signal stopped"),
+        full(HELLO, STOP_ON_RANK_0, r"rank 0 \(.*\) is silent: a signal stopped"),
         (HELLO, WAIT, rf"{RANK_1_AWAITED}.*: training at train_hello.py:"),
         full(HELLO, SKIP, rf"({RANK_1_AWAITED}|{DIFFER}.*rank 1 in gloo:barrier)"),
         full(RUN, SLEEP, rf"{RANK_1_AWAITED}.*: reading data at onecurve/run/"),
@@ -91,8 +91,11 @@ def test_a_job_that_hangs_names_the_rank(file, code, message, tmp_path, project_
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
-        ((7, 7), "all ranks are in the same collective"),
-        ((9, 7), "all ranks are in the same collective"),  # The CPU of rank 0 has launched more replays
+        ((7, 7), "all ranks are waiting in the same collective"),
+        (
+            (9, 7),
+            "all ranks are waiting in the same collective",
+        ),  # The CPU of rank 0 has launched more replays
         ((7, None), "rank 1 (node1) has not reached replay, where other ranks wait: training at train.py:7"),
     ],
 )
@@ -129,8 +132,8 @@ HANG = f"""def hang() -> None:
 @pytest.mark.parametrize(
     ("signal_name", "message", "error"),
     [
-        ("STOP", r"rank 1 \(.*\) is silent", "replay 3 of the step's graph, at step 13, has waited"),
-        ("KILL", "", r"rank 1 \(host .*\) died without a message"),
+        ("STOP", r"rank 1 \(.*\) is silent", "replay 3 of the step's CUDA graph, at step 13, has waited"),
+        ("KILL", "", r"rank 1 \(host .*\) died without an error message"),
     ],
 )
 @pytest.mark.full
@@ -196,7 +199,7 @@ HOLD_CONNECTIONS = f"""{ON_RANK_1}import os, signal, time
     [
         ("raise ValueError('no more of this')", "no more of this"),
         full("raise RuntimeError('no kernel')", "failed: RuntimeError: no kernel"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "died without a message: it was killed"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "died without an error message"),
     ],
 )
 def test_ranks_that_hang_in_a_collective_end(failure, message, tmp_path, project_copy):

@@ -115,7 +115,7 @@ def test_a_step_that_deepspeed_skips_is_an_error():
     zero = SimpleNamespace(_update_scale=reported.append, param_groups=[{"lr": 0.5}])
     refuse_skipped_steps(zero)
     zero._update_scale(False)
-    with pytest.raises(FloatingPointError, match=r"a gradient is not finite with learning rate 0\.5"):
+    with pytest.raises(FloatingPointError, match=r"a gradient is not finite \(learning rate 0\.5\)"):
         zero._update_scale(True)
     assert reported == [False]
 
@@ -130,7 +130,7 @@ def test_zero_does_not_skip_a_step_silently(strategy, precision, project_copy, t
     words = [*STRATEGIES[strategy], *CNN, *FLAGS, "--mixed_precision", precision, *cache]
     status, output = Job([*words, "--output_dir", tmp_path / "run"], cwd=project_copy).wait(90)
     assert status != 0
-    assert output.count("error: a gradient is not finite with learning rate") == 1, output
+    assert output.count("error: a gradient is not finite (learning rate") == 1, output
     assert result(tmp_path / "run")["status"] == "failed"
     assert result(tmp_path / "run")["steps"] == 2
 

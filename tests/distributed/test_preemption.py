@@ -134,7 +134,7 @@ def test_a_process_that_waits_for_data_ends_after_sigterm(tmp_path, cache):
     job.process.send_signal(signal.SIGTERM)
     status, output = job.wait(60)
     assert status == 1
-    assert "Received SIGTERM, but no step finished within 2 s; still waiting for data or another" in output
+    assert "the process received SIGTERM, but the current step has not finished within 2 s" in output
 
 
 def test_told_to_stop_while_data_is_prepared(cifar10, tmp_path):

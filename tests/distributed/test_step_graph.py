@@ -230,7 +230,7 @@ def losses(graph: type | None = None, inside: str = "", capture: Callable = reco
 def test_numbers_that_the_graph_freezes_are_detected():
     plain = losses()
     assert losses(StepGraph) == plain
-    frozen_rate = losses(mutant(step_graph, 'group["lr"] = rate\n', "pass\n").StepGraph)
+    frozen_rate = losses(mutant(step_graph, 'group["lr"] = device_rate\n', "pass\n").StepGraph)
     assert frozen_rate[: WARM_UP + 1] == plain[: WARM_UP + 1]
     assert frozen_rate != plain
     for inside in ("seed", "factor"):
@@ -302,7 +302,7 @@ def test_where_the_graph_is_the_default_and_where_it_is_refused(changes, fits, c
     else:
         assert capsys.readouterr().out.count("steps run without CUDA graphs: ") == 1
         if "num_processes" not in changes:  # On a GPU, gloo refuses the flag that a rehearsal accepts
-            with pytest.raises(ValueError, match=r"^--step_graph: .*\. Remove the flag\.$"):
+            with pytest.raises(ValueError, match=r"^--step_graph: .*\. Remove --step_graph\.$"):
                 chosen("--step_graph")
 
 
@@ -333,7 +333,9 @@ def test_an_optimizer_that_reads_numbers_on_the_host_gets_no_graph(
         accelerator = SimpleNamespace(**DEFAULTS | changes | {"device": torch.device(device)})
         step_graph.step_graph(accelerator, SimpleNamespace(optimizer=optimizer))
         assert accelerator.step_graph == fits
-        line = f"steps run without CUDA graphs: {type(optimizer).__name__} may read numbers on the host\n"
+        line = (
+            f"steps run without CUDA graphs: {type(optimizer).__name__} may read its settings on the host\n"
+        )
         assert capsys.readouterr().out == line * (not fits)
 
 

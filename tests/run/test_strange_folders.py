@@ -94,7 +94,9 @@ def test_a_pipe_holds_no_command(name, strange, cache):
 
 def test_a_pipe_in_the_place_of_weights(tmp_path):
     os.mkfifo(tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"--weights .* is not a safetensors file: .*not a regular file"):
+    with pytest.raises(
+        ValueError, match=r"--weights .* is not a valid safetensors file: .*not a regular file"
+    ):
         model_with_weights("test_vit", tmp_path / "model.safetensors", 10)
 
 

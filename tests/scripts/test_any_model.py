@@ -26,7 +26,7 @@ ROUGH = ("densenet121", "ghostnet_050", "rexnet_100")
 FLAGS = ["--data", "digits", "--image_size", "32", "--batch_size", "16", "--per_device_batch_size", "8"]
 FLAGS += ["--mixed_precision", "no", "--trackers", "none", "--log_every", "1", "--log_samples"]
 FLAGS += ["--max_steps", "4", "--max_val_images", "64"]
-WHOLE = "has no blocks, so it is gathered or compiled as a whole"
+WHOLE = "defines no block classes, so the model is gathered or compiled as a whole"
 
 # Models with convolutions whose inputs or weights contain a single pixel or image, which makes the memory
 # format ambiguous

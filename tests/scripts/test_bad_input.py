@@ -13,8 +13,8 @@ ON_DIGITS, ZERO2 = [*CNN, *SMALL], ["--deepspeed_config", "ds_configs/zero2.json
 # Launcher, script, script flags and expected message of each case. test_mistakes.py and
 # tests/test_messages.py contain further cases.
 CASES = {
-    "DeepSpeed config without launcher": (python(), [*ON_DIGITS, *ZERO2], "needs a launcher"),
-    "two strategies": (accelerate("fsdp_2gpu"), [*ON_DIGITS, *ZERO2], "give one of them"),
+    "DeepSpeed config without launcher": (python(), [*ON_DIGITS, *ZERO2], "requires a launcher"),
+    "two strategies": (accelerate("fsdp_2gpu"), [*ON_DIGITS, *ZERO2], "Use only --deepspeed_config"),
     "an interface that is not there": (torchrun(2), ON_DIGITS, "GLOO_SOCKET_IFNAME=eth99 matches no inter"),
 }
 

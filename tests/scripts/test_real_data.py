@@ -33,7 +33,7 @@ def test_cifar10_under_each_config(config, script, cifar10, tmp_path, cache):
     assert facts["val_images"] == (10_000 if config == "cpu" else 1000)
     assert facts["steps"] == 4
     assert facts["strategy"] == config.split("_")[0].replace("cpu", "single")
-    rehearsal = f"rehearsal on CPU: {processes} gloo processes stand in for as many GPUs"
+    rehearsal = f"rehearsal on CPU: {processes} gloo processes stand in for {processes} GPUs"
     assert output.count(rehearsal) == (processes > 1)
 
 

@@ -67,7 +67,7 @@ def test_weights_that_are_not_there_are_named_without_torch():
         "train_vit.py", "--data", "digits", "--weights", "nothing.safetensors"
     )
     assert status == 1
-    assert "error: --weights nothing.safetensors: there is no such folder or file" in output
+    assert "error: --weights nothing.safetensors does not exist" in output
     assert not packages & HEAVY
 
 

@@ -341,7 +341,7 @@ FORGERIES = {
     "forged loss": (smaller_loss(0.01), "train/loss of step 4 is "),
     "changed rate": (changed_rate, "the checkpoint of step 8 was trained with lr 0.0005, not 0.004"),
     "other seed": (other_seed, "train/loss of step 2 is "),
-    "damaged checkpoint": (damaged_checkpoint, "model.safetensors has changed since it was written (SHA"),
+    "damaged checkpoint": (damaged_checkpoint, "model.safetensors does not match the SHA-256"),
 }
 
 
@@ -496,7 +496,7 @@ def test_an_error_is_a_finding_of_its_interval(finished, check, tmp_path):
     status, output, stamp = check(folder, "--steps", 8)
     assert status == 1, output
     assert "steps 16-24 of 32: the checkpoint of step 16: " in output
-    assert "format version 2, but this code reads versions 1 to 1" in output
+    assert "format version 2, but this version of onecurve supports only versions 1 to 1" in output
     evaluations = [f"the evaluation at step {step}" for step in (8, 32)]
     assert stamp["intervals"] == ["steps 0-8", "steps 24-32", *evaluations]
 

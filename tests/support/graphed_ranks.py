@@ -91,18 +91,18 @@ MUTANTS = {
     "frozen labels": Case(mutant=((LABELS, f"self.shape.parts or {LABELS}"),)),
     "gradients dropped between captures": Case(2, mutant=((DROP, DROPPED),)),
     "one graph for all micro-batches": Case(2, mutant=(("[-1 if is_last", "[0 if is_last"),)),
-    "the middle as the first": Case(3, mutant=(("else min(number, 1)]", "else 0]"),)),
+    "the middle as the first": Case(3, mutant=(("else min(micro_batch, 1)]", "else 0]"),)),
     "a rank that replays the graph of the last size": Case(mutant=((REPLAY, OLD_ON_RANK_1),)),
     "a step that is not counted": Case(2, mutant=(("self.accelerator.step = step + 1", "pass"),)),
     "a largest gradient that is replaced": Case(
         4, deterministic=True,
-        of_sum=(("torch.maximum(self.largest, torch.stack(self.norms), out=self.largest)",
-                 "self.largest = torch.maximum(self.largest, torch.stack(self.norms))"),),
+        of_sum=(("torch.maximum(self.max_magnitudes, torch.stack(self.norms), out=self.max_magnitudes)",
+                 "self.max_magnitudes = torch.maximum(self.max_magnitudes, torch.stack(self.norms))"),),
     ),
     "a failure that is replaced": Case(
         2, deterministic=True,
-        of_sum=((", torch.where(fits, math.inf, self.steps), out=self.failed)",
-                 ", torch.where(fits, math.inf, self.steps)); self.failed = self.failed.clone()"),),
+        of_sum=((", torch.where(is_exact, math.inf, self.steps), out=self.failed)",
+                 ", torch.where(is_exact, math.inf, self.steps)); self.failed = self.failed.clone()"),),
     ),
 }  # fmt: skip
 OF_FSDP = {"gathered parameters in a replay": Case(mutant=(("if self.is_gathered:", "if False:"),))}
