@@ -169,7 +169,9 @@ class Job:
         return processes, max((line["step"] for line in lines if "train/loss" in line), default=0)
 
     def _copy_checkpoints(self) -> None:
-        resumes = re.findall(r"continuing at step ([\d,]+) with (\S+)", self.log.read_text(errors="replace"))
+        resumes = re.findall(
+            r"continuing at step ([\d,]+) with the checkpoint (\S+)", self.log.read_text(errors="replace")
+        )
         for number, name in resumes[len(self.resumed) :]:
             copy = self.folder.with_name("checkpoints") / f"{len(self.resumed)}"
             shutil.copytree(name, copy / Path(name).name)

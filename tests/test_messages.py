@@ -124,7 +124,7 @@ def test_a_mistake_has_this_message(mistake, tmp_path, monkeypatch, capsys):
 
 def test_timms_validate_has_other_flags_than_its_train(monkeypatch, capsys):
     for script, expected in {
-        "validate.py": "unknown flag --img_size. The equivalent here is --image_size N.",
+        "validate.py": "unknown flag --img_size. Use --image_size N instead.",
         "train_cnn_a.py": "unknown flag --img_size: did you mean --image_size?",
     }.items():
         monkeypatch.setattr(sys, "argv", [script])

@@ -1,7 +1,7 @@
 """Turns the fields of a dataclass into command-line flags and config-file keys.
 
-A field's type determines how text is converted. Supported types are int, float, str, bool and tuples of these
-types, each optionally combined with None.
+The type of a field determines how the text of its flag is converted. A field can have the type int, float,
+str or bool, a tuple of these types, or one of these types combined with None.
 """
 
 import argparse
@@ -24,42 +24,43 @@ from onecurve.system.files import parse_json, read_yaml, unique_keys
 from onecurve.system.paths import ROOT
 from onecurve.system.text import did_you_mean, is_printable, message_text, shortened, some_of
 
-LARGEST = 1e15  # largest absolute value that any numeric flag accepts
-RECIPES = Path(__file__).with_name("recipe.py")  # declares the flags that all scripts share
+LARGEST = 1e15  # Largest absolute value that any numeric flag accepts
+RECIPES = Path(__file__).with_name("recipe.py")  # Source file that declares the flags shared by all scripts
 
-SYNONYMS = {"lr": ("learning_rate",)}  # additional names of a flag
-# Removed flags: the value that had no effect, and the reason why the flag was removed
-LEFT = {"half_residual": (False, "it was slower and saved no memory")}
+SYNONYMS = {"lr": ("learning_rate",)}  # Additional names of each flag
+# {removed flag: (value that had no effect, reason for the removal)}
+LEFT = {"half_residual": (False, "this flag slowed down training and saved no memory")}
 
 
 def without_left(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return a recorded recipe without removed flags, except removed flags that affected training."""
+    """Return a recorded recipe without the removed flags that had no effect on training."""
     return {name: value for name, value in recipe.items() if name not in LEFT or value != LEFT[name][0]}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Properties of a flag that other code queries. The defaults are safe for a new flag.
+    """Properties of a flag that other code queries. The default properties are safe for a new flag.
 
     A flag declares only the properties that differ from the defaults. If a subclass declares the flag again,
-    the properties of the first declaration are kept.
+    the flag keeps the properties from its first declaration.
     """
 
-    part_of_recipe: bool = True  # affects the trained model, so a resumed run must use the same value
-    per_host: bool = False  # may differ between ranks; a difference in any other flag ends the job
-    is_path: bool = False  # may be a local path; two spellings of one path count as equal
-    locates: str = ""  # affects only where files are stored: "results" or "cache"
-    measures_best: bool = False  # affects the metric or the images that select the best checkpoint
-    decides_defaults: bool = False  # determines defaults of other flags
-    initial_weights: bool = False  # selects the initial weights
-    training_only: bool = False  # not needed to build or use a trained model; can be switched off
-    drawn_on_device: bool = False  # uses random numbers that differ between device types
-    changes_memory: bool = True  # may affect the memory of a training step
-    # Setting that verify.py repeats, because it affects logged values or the bits of the weights
+    part_of_recipe: bool = True  # The flag affects the trained model, so a resumed run must keep its value
+    per_host: bool = False  # The flag may differ between ranks. A difference in another flag ends the job
+    is_path: bool = False  # The value may be a local path. Different spellings of a path are the same value
+    locates: str = ""  # "results" or "cache" if the flag only specifies where these files are stored
+    measures_best: bool = False  # The flag affects the metric or images that select the best checkpoint
+    decides_defaults: bool = False  # The flag determines the defaults of other flags
+    initial_weights: bool = False  # The flag selects the initial weights
+    training_only: bool = False  # A trained model can be built and used with the flag switched off
+    drawn_on_device: bool = False  # The flag uses random numbers that differ between device types
+    changes_memory: bool = True  # The flag may affect the memory use of a training step
+    # verify.py reuses the recorded value, because the flag affects logged values or the bits of the weights
     replayed: bool = False
-    # Position in the run names of a comparison; 0: used only if names would otherwise be equal
+    # Position of the flag in the run names of a comparison. The names include a flag with position 0 only if
+    # two names would otherwise be identical
     in_names: int = 0
-    metavar: str = ""  # placeholder of the value in --help; empty: derived from the flag's type and name
+    metavar: str = ""  # Placeholder in --help, which is derived from the flag's type and name if empty
 
 
 def flag(
@@ -77,30 +78,30 @@ def flag(
     """Declare a field of a recipe as a flag that affects the trained model.
 
     Args:
-        default: Value if the flag is not given.
-        help: Help text; empty if flags.yaml contains a longer text.
-        choices: Allowed values; an empty tuple allows all values.
-        minimum: Smallest allowed number.
-        maximum: Largest allowed number.
-        per_script: True if the default depends on the script's recipe.
-        also: Second name of the flag, and a template for its value, for example ("model_folder", "{}/*").
-        part_of_recipe: False for a flag that does not affect the trained model; see setting().
-        facts: Fields of Facts whose values differ from the defaults.
+        default: Value of the flag unless the user specifies a value.
+        help: Help text of the flag. The text is empty if flags.yaml contains a longer help text.
+        choices: Allowed values of the flag. An empty tuple allows all values.
+        minimum: Minimum value of a numeric flag.
+        maximum: Maximum value of a numeric flag.
+        per_script: True if each script's recipe sets a different default.
+        also: Second name of the flag and a template for its value, for example ("model_folder", "{}/*").
+        part_of_recipe: False for a flag that does not affect the trained model. See setting().
+        facts: Properties that differ from the defaults in Facts.
     """
     metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum, "also": also}
     facts |= {"part_of_recipe": part_of_recipe}
-    Facts(**facts)  # refuses unknown facts
+    Facts(**facts)  # Raises TypeError for unknown properties
     return dataclasses.field(default=default, metadata=metadata | {"per_script": per_script, "facts": facts})
 
 
 def setting(default: Any, help: str = "", **options: Any) -> Any:
-    """Declare a flag that affects where or how to run, but not the trained model. For options, see flag()."""
+    """Declare a flag that affects where or how a script runs, but not the trained model. See flag()."""
     return flag(default, help, part_of_recipe=False, **options)
 
 
 @cache
 def facts_of(recipe_class: type) -> dict[str, Facts]:
-    """Return the properties of each flag of a recipe."""
+    """Return the properties of each flag in a recipe class."""
     facts: dict[str, dict[str, Any]] = {}
     for base in filter(dataclasses.is_dataclass, reversed(recipe_class.__mro__)):
         for field in dataclasses.fields(base):
@@ -109,97 +110,106 @@ def facts_of(recipe_class: type) -> dict[str, Facts]:
 
 
 def flags_where(recipe_class: type, fact: str) -> list[str]:
-    """Return the names of a recipe's flags that have a property."""
+    """Return the names of the flags in a recipe class for which the property `fact` is truthy."""
     return [name for name, facts in facts_of(recipe_class).items() if getattr(facts, fact)]
 
 
 def switched_off(field: dataclasses.Field) -> Any:
-    """Return the value that disables a flag: False for a switch, None for other types."""
+    """Return the value that disables a flag: False for a boolean flag and None for all other flags."""
     return False if _base_type(field) is bool else None
 
 
 @cache
 def _declarations(file: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the properties of all flags declared by a file's classes: {class: {flag: {fact: value}}}.
+    """Return {class: {flag: {property: value}}} for all flags that the classes in a file declare.
 
-    The file is parsed, because importing a script takes seconds. A file with a syntax error declares nothing.
+    The function parses the file instead of importing the script, because an import takes seconds. The
+    function returns {} for a file with a syntax error.
     """
     with contextlib.suppress(SyntaxError, ValueError):
-        statements = ast.parse(file.read_text()).body
-        return {part.name: _flags_in(part) for part in statements if isinstance(part, ast.ClassDef)}
+        classes = (node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef))
+        return {node.name: _flags_declared_in(node) for node in classes}
     return {}
 
 
-def _flags_in(recipe: ast.ClassDef) -> dict[str, dict[str, Any]]:
-    facts, flags = {"also", *(fact.name for fact in dataclasses.fields(Facts))}, dict[str, dict[str, Any]]()
-    for part in recipe.body:
-        if not (isinstance(part, ast.AnnAssign) and isinstance(part.value, ast.Call)):
+def _flags_declared_in(recipe_class: ast.ClassDef) -> dict[str, dict[str, Any]]:
+    properties = {"also", *(field.name for field in dataclasses.fields(Facts))}
+    flags: dict[str, dict[str, Any]] = {}
+    for statement in recipe_class.body:
+        if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.value, ast.Call)):
             continue
-        if ast.unparse(part.value.func) in ("flag", "setting"):
-            pairs = {word.arg: word.value for word in part.value.keywords if word.arg}
-            values = {name: ast.literal_eval(value) for name, value in pairs.items() if name in facts}
-            flags[ast.unparse(part.target)] = values
+        call = statement.value
+        if ast.unparse(call.func) in ("flag", "setting"):
+            declared_properties = {
+                keyword.arg: ast.literal_eval(keyword.value)
+                for keyword in call.keywords
+                if keyword.arg in properties
+            }
+            flags[ast.unparse(statement.target)] = declared_properties
     return flags
 
 
 @cache
 def declared(fact: str) -> dict[str, Any]:
-    """Return {name: value} for every flag in any recipe that declares a property, under all its names.
+    """Return {flag name: property value} for all flags that declare the property in any recipe.
 
-    Code that reads recorded runs uses this function, because a run's script may be unknown, outdated or slow
-    to import.
+    The result contains both names of a flag with two names. Code that reads recorded runs uses this function,
+    because the script of a run may be unknown, outdated or slow to import.
     """
     values: dict[str, Any] = {}
     for file in (RECIPES, *sorted(ROOT.glob("train_*.py"))):
         for flags in _declarations(file).values():
             for name, facts in flags.items():
                 if value := facts.get(fact):
-                    names = (name, facts.get("also", ("",))[0])
-                    values |= dict.fromkeys(filter(None, names), value)
+                    second_name = facts.get("also", ("",))[0]
+                    values |= dict.fromkeys(filter(None, (name, second_name)), value)
     return values
 
 
 @cache
-def _texts() -> dict[str, str]:
+def _long_help_texts() -> dict[str, str]:
     import yaml
 
     return yaml.safe_load(Path(__file__).with_name("flags.yaml").read_text())
 
 
 def help_of(field: dataclasses.Field, name: str = "") -> str:
-    """Return a flag's help text. `name`: second name of the flag, if the text describes that name."""
-    return field.metadata["help"] or _texts()[name or field.name]
+    """Return the help text of a flag, or of the flag's second name if `name` specifies that name."""
+    return field.metadata["help"] or _long_help_texts()[name or field.name]
 
 
 class Parser(CommandParser):
     """Argument parser that prints help and errors from only one process per host."""
 
     def parse_known_args(self, args=None, namespace=None):
-        """Refuse two names of one flag, such as `--lr 1 --learning_rate 2`. The same name may be repeated."""
-        names: dict[str, str] = {}
+        """Refuse two names of one flag, such as `--lr 1 --learning_rate 2`, but allow a repeated name."""
+        first_names: dict[str, str] = {}  # {field of the recipe: name of the flag on the command line}
         for word in sys.argv[1:] if args is None else args:
             name = underscores(word).partition("=")[0]
             action = self._option_string_actions.get(name)
-            if action and (first := names.setdefault(action.dest, name)) != name:
+            if action and (first := first_names.setdefault(action.dest, name)) != name:
                 self.error(two_names(first, name))
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> typing.NoReturn:
-        """Print one line from one process per host, with advice for an unknown flag. Exit with status 2."""
+        """Print an error line from one process per host and exit with status 2.
+
+        For an unknown flag, the line suggests a replacement.
+        """
         if message.startswith("unrecognized arguments"):
-            unknown = message.split()[2].split("=")[0]
-            suggestion = did_you_mean(unknown, self._option_string_actions)
+            unknown_flag = message.split()[2].split("=")[0]
+            suggestion = did_you_mean(unknown_flag, self._option_string_actions)
             advice = f": {suggestion}" if suggestion else ""
-            if scripts := _scripts_with(unknown):
+            if scripts := _scripts_with(unknown_flag):
                 advice = f"{advice} {scripts}" if advice else f". {scripts}"
             else:
-                advice = _equivalent_of(unknown, self.prog) or advice
-            advice = _why_removed(unknown) or advice or ". --help lists all flags"
-            message = f"unknown flag {shortened(unknown)}{advice}"
+                advice = _equivalent_of(unknown_flag, self.prog) or advice
+            advice = _why_removed(unknown_flag) or advice or ". --help lists all flags"
+            message = f"unknown flag {shortened(unknown_flag)}{advice}"
         message = message_text(message)
         tell_launchers(message)
         self.print_once(f"{self.prog}: error: {message}\n", sys.stderr)
-        # The launcher kills all processes when one exits, so wait until the first process has printed
+        # The launcher kills all processes as soon as one process exits, so wait until the error is printed
         if not is_hosts_first():
             time.sleep(5)
         sys.exit(2)
@@ -213,14 +223,14 @@ class Parser(CommandParser):
 
 
 def _why_removed(flag: str) -> str:
-    """Return why a flag was removed, or an empty string for all other flags."""
+    """Return the reason why a flag was removed, or an empty string for a flag that was not removed."""
     name = flag.lstrip("-").removeprefix("no_")
-    return f": {name} was removed, because {LEFT[name][1]}. Leave it out" if name in LEFT else ""
+    return f": {name} was removed because {LEFT[name][1]}. Do not specify {name}" if name in LEFT else ""
 
 
-def _scripts_with(unknown: str) -> str:
-    """Return a sentence that names the train scripts with this flag, or an empty string."""
-    name = unknown.removeprefix("--")
+def _scripts_with(unknown_flag: str) -> str:
+    """Return a sentence that lists the train scripts with this flag, or an empty string without scripts."""
+    name = unknown_flag.removeprefix("--")
     is_shared = name in _declarations(RECIPES)["ImageRecipe"]
     scripts = [
         path.name
@@ -228,62 +238,69 @@ def _scripts_with(unknown: str) -> str:
         if any(name in flags for flags in _declarations(path).values())
         or (is_shared and "(ImageRecipe)" in path.read_text())
     ]
-    return f"{some_of(scripts)} {'has' if len(scripts) == 1 else 'have'} it" if scripts else ""
+    return f"{some_of(scripts)} {'supports' if len(scripts) == 1 else 'support'} this flag" if scripts else ""
 
 
 def two_names(first: str, second: str) -> str:
-    return f"{first} and {second} are two names of one setting. Give one of them"
+    return f"{first} and {second} are two names for the same setting. Specify only one of the two names"
 
 
 @cache
 def elsewhere() -> list[dict[str, Any]]:
-    """Return the content of elsewhere.yaml: other projects' flags and the equivalent flags here."""
+    """Return the content of elsewhere.yaml, which lists equivalents of other projects' flags."""
     import yaml
 
     return yaml.safe_load(Path(__file__).with_name("elsewhere.yaml").read_text())
 
 
-def _equivalent_of(unknown: str, script: str) -> str:
-    """Return a sentence with this script's equivalent of another project's flag, or an empty string."""
+def _equivalent_of(unknown_flag: str, script: str) -> str:
+    """Return a sentence with the equivalent of another project's flag, or "" if the flag is unknown."""
     projects = [project for project in elsewhere() if project.get("script", script) == script]
     for project in sorted(projects, key=lambda project: "script" not in project):
         for row in project["rows"]:
-            if any(name[0] == "-" and underscores(name.split()[0]) == unknown for name in row["names"]):
-                here = " or ".join(row.get("here", ()))
-                return f". The equivalent here is {here}." if here else f". {row['note']}"
+            names = [underscores(name.split()[0]) for name in row["names"] if name.startswith("-")]
+            if unknown_flag in names:
+                equivalents = " or ".join(row.get("here", ()))
+                return f". Use {equivalents} instead." if equivalents else f". {row['note']}"
     return ""
 
 
 def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, unit: str, metavar: str = "") -> None:
-    """Add a field's flag to a parser.
+    """Add the flag of a field to a parser.
 
     Args:
-        parser: Parser or group of a parser.
-        field: Field of a recipe.
-        unit: Word for samples that replaces `images` in the help text.
-        metavar: Placeholder of the value; if empty, the placeholder is derived from the field.
+        parser: Parser or argument group that receives the flag.
+        field: Field of a recipe that declares the flag.
+        unit: Word for samples that replaces the word `images` in the help text.
+        metavar: Placeholder of the flag's value in the help text. An empty string derives the placeholder
+            from the field.
     """
     help = help_of(field).replace("%", "%%").replace("images", unit)
     if default := shown_default(field):
         help = f"{help.removesuffix('.')}. Default: {default}."
     if _base_type(field) is bool:
-        # Sweeps write --padding=True. `const` is used if the flag is given without a value.
+        # Sweeps write --padding=True. argparse uses `const` for a flag without a value.
         parser.add_argument(f"--{field.name}", nargs="?", const="true", metavar="true|false", help=help)
         parser.add_argument(
             f"--no_{field.name}", action="store_const", const="false", dest=field.name, help=argparse.SUPPRESS
         )
     else:
-        metavar = _metavar(field, metavar)
+        placeholder = _placeholder(field, metavar)
         names = [field.name, *SYNONYMS.get(field.name, ())]
-        parser.add_argument(*(f"--{name}" for name in names), dest=field.name, metavar=metavar, help=help)
-        if name := field.metadata["also"][0]:
-            type, help = field.metadata["also"][1].format, help_of(field, name)
-            metavar = _SUFFIXES.get(name.rpartition("_")[2], "PART")
-            parser.add_argument(f"--{name}", dest=field.name, metavar=metavar, type=type, help=help)
+        parser.add_argument(*(f"--{name}" for name in names), dest=field.name, metavar=placeholder, help=help)
+        second_name, template = field.metadata["also"]
+        if second_name:
+            parser.add_argument(
+                f"--{second_name}",
+                dest=field.name,
+                metavar=_PLACEHOLDERS.get(second_name.rpartition("_")[2], "PART"),
+                type=template.format,
+                help=help_of(field, second_name),
+            )
 
 
-# Placeholders of values, by the last word of a flag's name
-_SUFFIXES = {
+# Placeholders of flag values in --help, by the last word of the flag's name
+_PLACEHOLDERS = {
     "column": "COLUMN",
     "config": "FILE",
     "decay": "DECAY",
@@ -295,121 +312,137 @@ _SUFFIXES = {
 }
 
 
-def _metavar(field: dataclasses.Field, declared: str) -> str:
-    """Return the placeholder of a flag's value in --help. `declared`: the declared placeholder."""
+def _placeholder(field: dataclasses.Field, declared: str) -> str:
+    """Return the placeholder of a flag's value in --help. A placeholder in `declared` takes precedence."""
     if choices := field.metadata["choices"]:
         return "{" + ",".join(choices) + "}"
-    if placeholder := declared or _SUFFIXES.get(field.name.rpartition("_")[2]):
+    if placeholder := declared or _PLACEHOLDERS.get(field.name.rpartition("_")[2]):
         return placeholder
-    base = _base_type(field)
-    if base is tuple:
-        return "MIN,MAX" if _is_range(field) else "N,N" if int in typing.get_args(field.type) else "NAME,NAME"
-    if base is float:
+    if _is_range(field):
+        return "MIN,MAX"
+    base_type = _base_type(field)
+    if base_type is tuple:
+        return "N,N" if int in typing.get_args(field.type) else "NAME,NAME"
+    if base_type is float:
         return "SHARE" if field.metadata["maximum"] <= 1 else "NUMBER"
-    if base is int:
+    if base_type is int:
         return "N"
     return "PATH" if field.metadata["facts"].get("is_path") else "NAME"
 
 
 def shown_default(field: dataclasses.Field) -> str:
-    """Return a flag's default as shown by --help, or an empty string for an unset flag."""
+    """Return the text in which --help shows a flag's default, or an empty string without a default."""
     if _base_type(field) is bool and field.default is not None:
         return "on" if field.default else "off"
     return "" if field.default is None else as_text(field.default)
 
 
 def _names(field: dataclasses.Field) -> list[str]:
-    """Return all names of a flag, except `no_NAME`."""
+    """Return all names of a flag except the negated name `no_NAME`."""
     names = (field.name, *SYNONYMS.get(field.name, ()), field.metadata["also"][0])
     return [name for name in names if name]
 
 
 def without(words: Sequence[str], fields: Iterable[dataclasses.Field]) -> list[str]:
-    """Return a command's words without these fields' flags, under any name, and without their values."""
-    names = {f"--{name}" for field in fields for name in (*_names(field), f"no_{field.name}")}
-    kept, is_kept = list[str](), True
+    """Return the words of a command without the flags that the fields declare and without their values."""
+    removed_flags = {f"--{name}" for field in fields for name in (*_names(field), f"no_{field.name}")}
+    kept_words, is_kept = list[str](), True
     for word in words:
-        if word.startswith("--"):  # a flag's values follow it
-            is_kept = underscores(word).partition("=")[0] not in names
-        kept += [word] * is_kept
-    return kept
+        if word.startswith("--"):  # The values of a flag follow its name
+            is_kept = underscores(word).partition("=")[0] not in removed_flags
+        if is_kept:
+            kept_words.append(word)
+    return kept_words
 
 
 def as_text(value: Any) -> str:
-    """Return a flag's value in the form that users write on the command line."""
+    """Return the text with which a user specifies a flag's value on the command line."""
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _base_type(field: dataclasses.Field) -> Any:
-    """Return a field's type without None and without type arguments, for example int for `int | None`."""
-    hint = field.type
-    if isinstance(hint, types.UnionType):
-        hint = next(member for member in hint.__args__ if member is not types.NoneType)
-    return typing.get_origin(hint) or hint
+    """Return the type of a field without None and without type arguments, such as int for `int | None`."""
+    field_type = field.type
+    if isinstance(field_type, types.UnionType):
+        field_type = next(member for member in field_type.__args__ if member is not types.NoneType)
+    return typing.get_origin(field_type) or field_type
 
 
 def _is_range(field: dataclasses.Field) -> bool:
-    """Return True for `tuple[float, float]`, the type of flags whose value is MIN,MAX."""
+    """Return True if the field has the type `tuple[float, float]`, which represents a range MIN,MAX."""
     return typing.get_args(field.type) == (float, float)
 
 
 def _converted(field: dataclasses.Field, value: Any) -> Any:
-    """Convert a flag's text or a config file's value to the field's type. Raises ValueError or TypeError."""
-    base = _base_type(field)
-    if base is tuple:
-        parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
-        if _is_range(field) and len(parts) != 2:
+    """Convert a value from the command line or a config file.
+
+    Raise ValueError or TypeError for an invalid value.
+    """
+    base_type = _base_type(field)
+    if base_type is tuple:
+        if isinstance(value, str):
+            value = value.split(",")
+        items = value if isinstance(value, list) else [value]
+        if _is_range(field) and len(items) != 2:
             raise ValueError
-        return tuple(_of_type(typing.get_args(field.type)[0], part) for part in parts)
-    if base is bool:
+        item_type = typing.get_args(field.type)[0]
+        return tuple(_without_loss(item_type, item) for item in items)
+    if base_type is bool:
         if (word := str(value).lower()) in ("true", "false"):
             return word == "true"
         raise ValueError
     if value is False and "no" in field.metadata["choices"]:
-        return "no"  # YAML parses an unquoted `no` as False
+        return "no"  # YAML reads an unquoted `no` as False
     try:
-        return _of_type(base, value)
+        return _without_loss(base_type, value)
     except ValueError:
         if str in typing.get_args(field.type) and isinstance(value, str):
-            return value  # text such as 2/5, for a `float | str`
+            return value  # The text 2/5 is valid for a field of the type `float | str`
         raise
 
 
-def _of_type(target: type, value: Any) -> Any:
-    """Convert a value to a type. Raises ValueError for a lossy conversion, such as 1.5 to an int."""
-    if isinstance(value, bool) or (target is str and not isinstance(value, str)):
+def _without_loss(target_type: type, value: Any) -> Any:
+    """Convert a value to a type. Raise ValueError if the conversion loses information, such as 1.5 to int."""
+    if isinstance(value, bool) or (target_type is str and not isinstance(value, str)):
         raise ValueError
-    if target is int and isinstance(value, float):
+    if target_type is int and isinstance(value, float):
         raise ValueError
-    return target(value)
+    return target_type(value)
 
 
 def _checked(field: dataclasses.Field, value: Any, name: str) -> Any:
-    """Return the value. Raises ValueError if the value, or a tuple item, violates the choices or bounds."""
-    meta = field.metadata
-    if _is_range(field) and not 0 < value[0] <= value[1] <= meta["maximum"]:
+    """Return a valid value unchanged.
+
+    Raise ValueError if the value or one of its tuple items is not a valid choice or is out of range.
+    """
+    choices, minimum, maximum = (field.metadata[name] for name in ("choices", "minimum", "maximum"))
+    if _is_range(field) and not 0 < value[0] <= value[1] <= maximum:
         raise ValueError(
-            f"{name} {as_text(value)}: must be MIN,MAX with 0 < MIN <= MAX <= {meta['maximum']:g}"
+            f"{name} {as_text(value)}: the value must be MIN,MAX with 0 < MIN <= MAX <= {maximum:g}"
         )
-    for part in value if isinstance(value, tuple) else (value,):
-        if meta["choices"] and part not in meta["choices"]:
-            choices = ", ".join(meta["choices"])
-            raise ValueError(f"{name} {shortened(as_text(value))}: choose among {choices}")
-        if isinstance(part, (int, float)) and not meta["minimum"] <= part <= meta["maximum"]:
-            low, high = meta["minimum"], meta["maximum"]
-            bounds = f"at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
-            raise ValueError(f"{name} {as_text(value)}: must be {bounds}")
-        if isinstance(part, float) and not math.isfinite(part):
-            raise ValueError(f"{name} {value}: must be a finite number")
-        if isinstance(part, (int, float)) and abs(part) > LARGEST:
-            raise ValueError(f"{name} {shortened(as_text(value))}: must be at most {LARGEST:g}")
-        if isinstance(part, str) and not is_printable(part):
-            raise ValueError(f"{name} {part}: remove the characters that a terminal can't show")
+    for item in value if isinstance(value, tuple) else (value,):
+        if choices and item not in choices:
+            allowed = ", ".join(choices)
+            raise ValueError(f"{name} {shortened(as_text(value))}: the value must be one of {allowed}")
+        if isinstance(item, (int, float)) and not minimum <= item <= maximum:
+            bounds = f"at least {minimum:g}"
+            if not math.isinf(maximum):
+                bounds = f"from {minimum:g} to {maximum:g}"
+            raise ValueError(f"{name} {as_text(value)}: the value must be {bounds}")
+        if isinstance(item, float) and not math.isfinite(item):
+            raise ValueError(f"{name} {value}: the value must be a finite number")
+        if isinstance(item, (int, float)) and abs(item) > LARGEST:
+            raise ValueError(f"{name} {shortened(as_text(value))}: the value must be at most {LARGEST:g}")
+        if isinstance(item, str) and not is_printable(item):
+            raise ValueError(f"{name} {item}: remove all characters that a terminal can't display")
     return value
 
 
 def read_config(path: Path, fields: tuple[dataclasses.Field, ...]) -> dict[str, Any]:
-    """Read and check flags from a YAML or JSON file. A ValueError names the file, and the key or line."""
+    """Read flags from a YAML or JSON file.
+
+    Raise ValueError that names the file and the invalid key or line.
+    """
     try:
         if path.suffix == ".json":
             content = parse_json(path.read_bytes(), f"--config {path}", unique_keys)
@@ -418,44 +451,50 @@ def read_config(path: Path, fields: tuple[dataclasses.Field, ...]) -> dict[str, 
     except OSError as error:
         raise ValueError(f"--config {path}: {error.strerror}") from None
     if "distributed_type" in content:
-        start = f"accelerate launch --config_file {path} {Path(sys.argv[0]).name}"
-        raise ValueError(f"--config {path} is an accelerate config. Pass it to the launcher: {start}")
-    by_name = {name: field for field in fields for name in _names(field)}
-    values, keys = {}, dict[str, str]()
+        command = f"accelerate launch --config_file {path} {Path(sys.argv[0]).name}"
+        raise ValueError(
+            f"--config {path} is an accelerate config. Pass this file to the launcher: {command}"
+        )
+    fields_by_name = {name: field for field in fields for name in _names(field)}
+    values, first_keys = dict[str, Any](), dict[str, str]()
     for key, value in without_left(content).items():
         name = str(key).replace("-", "_").strip("_")
         if name in LEFT:
             raise ValueError(f"--config {path}{_why_removed(name)}")
-        if name not in by_name:
-            suggestion = did_you_mean(name, by_name)
-            shown = shortened(str(key))
-            raise ValueError(f"--config {path}: unknown key {shown}" + (suggestion and f", {suggestion}"))
-        field = by_name[name]
-        if (first := keys.setdefault(field.name, key)) != key:
-            raise ValueError(f"--config {path}: {two_names(first, key)}")
+        if name not in fields_by_name:
+            suggestion = did_you_mean(name, fields_by_name)
+            advice = f", {suggestion}" if suggestion else ""
+            raise ValueError(f"--config {path} contains the unknown key {shortened(str(key))}{advice}")
+        field = fields_by_name[name]
+        if (first_key := first_keys.setdefault(field.name, key)) != key:
+            raise ValueError(f"--config {path}: {two_names(first_key, key)}")
         if value is None and field.default is None:
             continue
-        value = field.metadata["also"][1].format(value) if name == field.metadata["also"][0] else value
+        second_name, template = field.metadata["also"]
+        if name == second_name:
+            value = template.format(value)
         values[field.name] = typed(field, value, f"--config {path}: {key}")
     return values
 
 
 def typed(field: dataclasses.Field, value: Any, name: str) -> Any:
-    """Convert and check a field's value. The message of a ValueError begins with `name`."""
+    """Convert and check the value of a field. Raise ValueError with a message that begins with `name`."""
     if value == "":
         raise ValueError(f"{name} {EMPTY}")
     try:
         converted = _converted(field, value)
     except (ValueError, TypeError):
-        is_integers = int in typing.get_args(field.type)
+        example = (
+            "numbers, for example 4,8,32" if int in typing.get_args(field.type) else "words, for example a,b"
+        )
         descriptions = {
             "int": "a whole number",
             "float": "a number",
             "bool": "true or false",
-            "tuple": "numbers such as 4,8,32" if is_integers else "words such as a,b",
+            "tuple": f"a list of {example}",
         }
         expected = descriptions.get(_base_type(field).__name__, "text")
         if _is_range(field):
-            expected = "two numbers such as 0.08,1"
-        raise ValueError(f"{name} {shortened(str(value))}: must be {expected}") from None
+            expected = "two numbers, for example 0.08,1"
+        raise ValueError(f"{name} {shortened(str(value))}: the value must be {expected}") from None
     return _checked(field, converted, name)

@@ -1,4 +1,4 @@
-"""Reports mistakes in flags and data before a train script spends seconds on importing torch."""
+"""Reports invalid flags and data before a train script spends seconds on importing torch."""
 
 import sys
 from typing import Any, TypeVar
@@ -7,10 +7,10 @@ RecipeClass = TypeVar("RecipeClass", bound=type)
 
 
 def check_early(recipe_class: RecipeClass) -> RecipeClass:
-    """Decorate a train script's recipe, so that a mistake in flags or data files ends the script early.
+    """Decorate the recipe of a train script, so that invalid flags or data files end the script early.
 
-    The decorator does nothing in an imported script. It checks the data only if the job runs on one host,
-    because the other hosts of a job would wait for a host that has ended.
+    The decorator has no effect in an imported script. The decorator checks data only in a job on one host,
+    because in a larger job, the other hosts would wait for the host that has ended.
     """
     if recipe_class.__module__ == "__main__":
         from onecurve.flags.recipe import ImageRecipe, from_flags
@@ -18,7 +18,7 @@ def check_early(recipe_class: RecipeClass) -> RecipeClass:
         from onecurve.system.env import is_hosts_first, launched, processes_per_host, world_size
         from onecurve.system.processes import end_with_parent
 
-        if launched():  # end this process if the launcher ends, even during the imports
+        if launched():  # End this process when the launcher ends, even during imports
             end_with_parent()
 
         recipe: Any = from_flags(recipe_class)

@@ -1,4 +1,4 @@
-"""Prints tables at the end of a run: results, weight files, and the weight file to use."""
+"""Prints the results and the weight files at the end of a run."""
 
 import math
 from collections.abc import Mapping
@@ -12,49 +12,52 @@ from onecurve.run.starts import where_in_words
 from onecurve.system.files import read_json, read_lines
 from onecurve.system.paths import ROOT, python_command, shortest
 
-if TYPE_CHECKING:  # at runtime, imported lazily
+if TYPE_CHECKING:  # Imported lazily at runtime
     from rich.table import Table
 
-TIMED_STEPS = 10  # shorter runs show no speed, because the first steps are slow
+TIMED_STEPS = 10  # Minimum number of steps of a run whose speed is printed. The first few steps are slow
 
 
 def print_result(folder: Path, chance: float | None) -> None:
-    """Print result.json, the weight files and the output paths. `chance`: share of the largest class."""
+    """Print result.json, the weight files and the output paths. `chance` is the chance-level accuracy."""
     from rich.console import Console
 
     result = cast(Result, read_json(folder / "result.json"))
     record = cast(RecipeFile, read_json(folder / "recipe.json"))
-    lines = read_lines(folder / "metrics.jsonl")
+    log_lines = read_lines(folder / "metrics.jsonl")
     console = Console(markup=False, highlight=False)
     title = f"{result['script']}, {where_in_words(folder, result)}"
-    console.print(_results(title, result, record["unit"], chance))
-    table, file = _weights(folder, result, lines)
-    console.print(table)
+    console.print(_result_table(title, result, record["unit"], chance))
+    weight_table, recommended_file = _weight_table(folder, result, log_lines)
+    console.print(weight_table)
     if result["best_accuracy"] is not None:
-        # Commands use the averaged weights in a folder. Name the file if the raw weights are better.
-        best = file if file.name == MODEL_FILE and file.with_name(EMA_FILE).exists() else folder
+        # Commands that receive a folder use the averaged weights. If the raw weights are better, print the
+        # path of the raw weight file.
+        is_raw = recommended_file.name == MODEL_FILE and recommended_file.with_name(EMA_FILE).exists()
+        best = recommended_file if is_raw else folder
         validate, export = (shortest(ROOT / name) for name in ("validate.py", "export.py"))
-        commands = {"all metrics of the best checkpoint": python_command(validate, best)}
+        commands = {"measure all metrics of the best checkpoint": python_command(validate, best)}
         if result["best_checkpoint"] != result["checkpoint"]:
-            commands["all metrics of the last checkpoint"] = python_command(
+            commands["measure all metrics of the last checkpoint"] = python_command(
                 validate, folder, "--which", "latest"
             )
-        commands["export for use elsewhere"] = python_command(export, best, f"models/{folder.name}")
+        commands["export the model for use elsewhere"] = python_command(export, best, f"models/{folder.name}")
         for purpose, command in commands.items():
             console.print(f"{purpose}: {command}", soft_wrap=True)
     plots = sorted((folder / "plots").glob("*.png"))
-    for path in (file, *plots, folder / "metrics.jsonl", folder / "result.json"):
+    for path in (recommended_file, *plots, folder / "metrics.jsonl", folder / "result.json"):
         console.print(f"{path}", soft_wrap=True)
 
 
 def interval(share: float, count: int) -> tuple[float, float]:
-    """Return the 95 % confidence interval of a fraction of `count` samples (score interval, Wilson 1927)."""
-    square = 1.96**2 / count
-    centre, half = share + square / 2, math.sqrt(square * (share * (1 - share) + square / 4))
-    return (centre - half) / (1 + square), (centre + half) / (1 + square)
+    """Return the 95 % confidence interval (Wilson 1927) of a fraction measured on `count` samples."""
+    z = 1.96  # Quantile of the normal distribution for 95 %
+    weight = z**2 / count
+    centre, half_width = share + weight / 2, math.sqrt(weight * (share * (1 - share) + weight / 4))
+    return (centre - half_width) / (1 + weight), (centre + half_width) / (1 + weight)
 
 
-def _results(title: str, result: Mapping[str, Any], unit: str, chance: float | None) -> "Table":
+def _result_table(title: str, result: Mapping[str, Any], unit: str, chance: float | None) -> "Table":
     from rich.table import Table
 
     table = Table("quantity", title=title)
@@ -63,8 +66,8 @@ def _results(title: str, result: Mapping[str, Any], unit: str, chance: float | N
     best = result[f"best_{measure}"]
     finals = [name for name in (measure, "accuracy") if result[f"final_{name}"] is not None]
     rows: dict[str, str] = {}
-    if by := result.get("stopped_by"):
-        rows[f"ended early by {by}"] = f"step {result['steps']:,} of {result['total_steps']:,}"
+    if reason := result.get("stopped_by"):
+        rows[f"ended early by {reason}"] = f"step {result['steps']:,} of {result['total_steps']:,}"
     if test_name:
         rows[f"{measure} of the best weights ({test_name} split)"] = f"{result[f'test_{measure}']:.4f}"
         rows[f"{test_name} {unit}"] = f"{result['test_images']:,}"
@@ -72,7 +75,7 @@ def _results(title: str, result: Mapping[str, Any], unit: str, chance: float | N
         f"best {measure} ({val_name} split)": f"{best:.4f} at step {result['best_step']:,}",
         **{f"final {name} ({val_name} split)": f"{result[f'final_{name}']:.4f}" for name in finals},
         f"{val_name} {unit}": f"{result['val_images']:,}",
-        **_luck(result, chance),
+        **_chance_rows(result, chance),
         "parameters": f"{result['parameters']:,}",
         "training time": f"{result['train_s']:.1f} s",
         "mean training time per epoch": f"{result['epoch_s'] or 0.0:.2f} s",
@@ -85,58 +88,69 @@ def _results(title: str, result: Mapping[str, Any], unit: str, chance: float | N
     return table
 
 
-def _luck(result: Mapping[str, Any], chance: float | None) -> dict[str, str]:
-    """Return rows that put an accuracy in context: its confidence interval and the chance-level accuracy."""
+def _chance_rows(result: Mapping[str, Any], chance: float | None) -> dict[str, str]:
+    """Return table rows with the confidence interval of the accuracy and with the chance level."""
     split, images = ("test", "test_images") if result.get("test_name") else ("best", "val_images")
     accuracy, count = result.get(f"{split}_accuracy"), result[images]
     if accuracy is None or not count:
         return {}
     low, high = interval(accuracy, count)
-    rows = {f"95 % interval of the {split} accuracy": f"{low:.4f} to {high:.4f}"}
-    return rows if chance is None else rows | {"chance: share of the largest class": f"{chance:.4f}"}
+    rows = {f"95 % confidence interval of the {split} accuracy": f"{low:.4f} to {high:.4f}"}
+    return rows if chance is None else rows | {"chance level (share of the largest class)": f"{chance:.4f}"}
 
 
-def _weights(folder: Path, result: Mapping[str, Any], lines: list[dict[str, Any]]) -> tuple["Table", Path]:
-    """Return a table of the weight files with their metrics and purposes, and the file to use.
+def _weight_table(
+    folder: Path, result: Mapping[str, Any], log_lines: list[dict[str, Any]]
+) -> tuple["Table", Path]:
+    """Return a table of the weight files and the path of the recommended weight file.
 
-    The file to use comes from the best checkpoint, or from the newest checkpoint if the best one is only in
-    S3. The file contains the EMA, unless the raw weights of the same step were better.
+    The recommended file belongs to the best checkpoint, or to the newest checkpoint if the best checkpoint is
+    stored only in S3. The recommended file contains the EMA, unless the raw weights of the same step were
+    better.
     """
     from rich.table import Table
 
     measure, split = result["best_by"], result["val_name"]
     best, last = result["best_checkpoint"], result["checkpoint"]
-    at_step = {step_name(line["step"]): line for line in lines if "val/loss" in line}
-    rows: list[tuple[Path, float | None, str]] = []
+    evaluations = {step_name(line["step"]): line for line in log_lines if "val/loss" in line}
+    rows: list[tuple[Path, float | None, str]] = []  # (weight file, metric, contents of the file)
     for checkpoint in dict.fromkeys((best, last)):
-        line = at_step.get(Path(checkpoint).name, {})
+        evaluation = evaluations.get(Path(checkpoint).name, {})
         reason = f"best {measure} on the {split} split" if checkpoint == best else "the last step"
         reason += " and last step" if best == last else ""
         ema, model = (folder / checkpoint / name for name in (EMA_FILE, MODEL_FILE))
         if ema.exists():
-            rows.append((ema, line.get(f"val/{measure}"), f"averaged weights (EMA), {reason}"))
-            rows.append((model, line.get(f"val/raw_{measure}"), "raw weights (no EMA) of the same step"))
+            rows.append((ema, evaluation.get(f"val/{measure}"), f"averaged weights (EMA), {reason}"))
+            rows.append(
+                (model, evaluation.get(f"val/raw_{measure}"), "raw weights (without EMA) of the same step")
+            )
         elif model.exists():
-            rows.append((model, line.get(f"val/{measure}"), reason))
+            rows.append((model, evaluation.get(f"val/{measure}"), reason))
     sign = 1 if METRICS[measure].is_share else -1
-    candidates = [row for row in rows if row[0].parent == rows[0][0].parent]
-    to_use = max(candidates, key=lambda row: -math.inf if row[1] is None else sign * row[1])[0]
-    table = Table(title="weights: which file to use")
+    # Only files of the first checkpoint are candidates. A file without a metric is the last choice.
+    first_checkpoint = rows[0][0].parent
+    scores = {
+        file: -math.inf if value is None else sign * value
+        for file, value, _ in rows
+        if file.parent == first_checkpoint
+    }
+    recommended_file = max(scores, key=scores.__getitem__)
+    table = Table(title="weight files, with the recommended file marked")
     table.add_column("file in checkpoints/", no_wrap=True)
     table.add_column(measure, justify="right")
     table.add_column("contents")
     for file, value, contents in rows:
-        use = "use this: " if file == to_use else ""
-        number = "-" if value is None else f"{value:.4f}"
-        table.add_row(f"{file.parent.name}/{file.name}", number, use + contents)
-    return table, to_use
+        mark = "use this: " if file == recommended_file else ""
+        shown_value = "-" if value is None else f"{value:.4f}"
+        table.add_row(f"{file.parent.name}/{file.name}", shown_value, mark + contents)
+    return table, recommended_file
 
 
 def early_end(facts: Mapping[str, Any]) -> str:
-    """Describe an early end, for example `ended at step 20 of 58, by --max_steps 20`.
+    """Describe an early end with a phrase such as `ended at step 20 of 58 because of --max_steps 20`.
 
-    Return an empty string for complete runs and for unfinished runs.
+    The phrase is empty for a complete run and for an unfinished run.
     """
     if not {"steps", "total_steps"} <= facts.keys() or not facts.get("stopped_by"):
         return ""
-    return f"ended at step {facts['steps']:,} of {facts['total_steps']:,}, by {facts['stopped_by']}"
+    return f"ended at step {facts['steps']:,} of {facts['total_steps']:,} because of {facts['stopped_by']}"

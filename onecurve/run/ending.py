@@ -22,38 +22,40 @@ from onecurve.run.session import Ranks
 from onecurve.system.files import not_written, read_json, write_json
 from onecurve.system.phase import ENDING, SAVING, now
 from onecurve.system.processes import says_out_of_memory
+from onecurve.system.text import plural
 
-ONE_VALUE = "Expected more than 1 value per channel when training"  # torch's message
+ONE_VALUE = "Expected more than 1 value per channel when training"  # Part of an error message from torch
 NOT_DETERMINISTIC = " does not have a deterministic implementation"
 
 
-def end_preempted(ranks: Ranks, why: str) -> None:
-    """Save a last checkpoint after a signal, and close the run. Collective.
+def end_preempted(ranks: Ranks, reason: str) -> None:
+    """Save a last checkpoint after a signal, and close the run. All ranks must call this function.
 
-    The other processes wait for the main process, because the launcher kills all processes as soon as one
+    All processes wait for the main process, because the launcher kills all processes as soon as one process
     exits.
 
     Args:
         ranks: State of the run that all ranks share.
-        why: Reason on this process; empty if this process received no signal.
+        reason: Reason for the end of the run. The reason is empty on a process that received no signal.
 
     Raises:
-        FloatingPointError: The loss is not finite, so nothing was saved.
-        ValueError: The checkpoint could not be written.
+        FloatingPointError: If the loss is not finite, in which case no checkpoint is saved.
+        ValueError: If the checkpoint can't be written.
     """
     now.enter(SAVING)
     exchange, record = ranks.exchange, ranks.record
-    why = next(filter(None, exchange.poll.gather(why)), "")
+    first_reason = next(filter(None, exchange.poll.gather(reason)), "")
     if record:
-        record.log.write_mark({"interrupted_at": time.time(), "why": why})
-    # A single process may stop within a step, while it waits for a shard. The partial step is discarded.
+        record.log.write_mark({"interrupted_at": time.time(), "why": first_reason})
+    # A job with a single process may stop within a step, while it waits for a shard. An unfinished step
+    # is discarded.
     try:
         ranks.flush()
     except (FloatingPointError, ValueError):
         if record:
             record.close("failed")
         raise
-    exchange.gather(None)  # sends the telemetry recorded since the newest snapshot
+    exchange.gather(None)  # Send the telemetry that was recorded after the newest snapshot
     exchange.poll.wait_for_main(record is not None, ranks.saver.done)
     problem = record and record.problem()
     if record:
@@ -63,9 +65,10 @@ def end_preempted(ranks: Ranks, why: str) -> None:
 
 
 def end_early(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> None:
-    """Write `preempted` into result.json if a signal arrives before training. No checkpoint is saved."""
+    """Write `preempted` to result.json, without a checkpoint, after a signal that arrived before training."""
     folder = _expected_folder(accelerator, recipe, batch) if accelerator.is_main_process else None
-    if folder and not (folder / RECORD).exists():  # otherwise, another process uses the folder or was killed
+    # If a record exists, another process owns the folder, or the owner was killed
+    if folder and not (folder / RECORD).exists():
         file = folder / "result.json"
         with contextlib.suppress(ValueError, OSError):
             write_json(file, (read_json(file) if file.exists() else {}) | {"status": "preempted"})
@@ -75,9 +78,9 @@ def end_early(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> None:
 def end_failed(
     error: BaseException, accelerator: Accelerator, recipe: Recipe, batch: Batch, ranks: Ranks | None
 ) -> None:
-    """Raise the error that all processes report. Explain the error if the cause is known.
+    """Raise the error that all processes report. The message of a known error explains the cause.
 
-    ranks: State of the run; None before begin().
+    `ranks` is the state of the run, or None if begin() has not been called.
     """
     watch.begin_exit()
     now.enter(ENDING)
@@ -88,8 +91,8 @@ def end_failed(
         local_error: BaseException = KeyboardInterrupt()
         if accelerator.is_main_process:
             step = _resume_step(accelerator, recipe, batch, ranks)
-            position = f"at step {step:,}" if step else "from the beginning"
-            local_error = KeyboardInterrupt(f"run the same command to resume {position}")
+            action = f"resume at step {step:,}" if step else "start from the beginning"
+            local_error = KeyboardInterrupt(f"run the same command to {action}")
     else:
         local_error = explained(error, accelerator, batch, ranks)
     first_error = watch.report_failure(local_error)
@@ -104,7 +107,7 @@ def end_failed(
 
 
 def _resume_step(accelerator: Accelerator, recipe: Recipe, batch: Batch, ranks: Ranks | None) -> int:
-    """Return the step at which the same command resumes. Ctrl-C itself saves no checkpoint."""
+    """Return the step at which the same command resumes the run. Ctrl-C does not save a checkpoint."""
     if ranks:
         ranks.saver.done(WRITING_GRACE_S)
         return ranks.saver.committed or ranks.steps.first
@@ -113,7 +116,7 @@ def _resume_step(accelerator: Accelerator, recipe: Recipe, batch: Batch, ranks: 
 
 
 def _expected_folder(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> Path | None:
-    """Return the folder that a run of this recipe would use, before the run is opened, or None."""
+    """Return the folder that a run of this recipe would use, or None if the folder is unknown."""
     with contextlib.suppress(ValueError, OSError):
         return next(folders(recipe, run_name(accelerator, recipe, batch), None))
     return None
@@ -122,46 +125,52 @@ def _expected_folder(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> 
 def explained(
     error: BaseException, accelerator: Accelerator, batch: Batch, ranks: Ranks | None
 ) -> BaseException:
-    """Return a ValueError that explains a known error and the remedy, or the error itself."""
+    """Return a ValueError that explains the cause and remedy of a known error.
+
+    Return other errors unchanged.
+    """
     if is_out_of_memory(error):
         return ValueError(out_of_memory(accelerator, batch, error))
     if str(error).endswith("--on_bad_image skip") and ranks:
         is_given = not (ranks.recipe.output_dir or "*").endswith("*")
-        # Truthy if the next start resumes this run
+        # `resumes` is truthy if the same command would resume this run
         resumes = ranks.newest or (is_given and ranks.state.logged_step)
         return ValueError(f"{error} --allow_changed on_bad_image") if resumes else error
     if ONE_VALUE in str(error):
-        return ValueError(f"BatchNorm: {error}. Give a larger --per_device_batch_size or --image_size")
+        return ValueError(f"BatchNorm failed: {error}. Increase --per_device_batch_size or --image_size")
     if NOT_DETERMINISTIC in str(error):
         operation = str(error).partition(NOT_DETERMINISTIC)[0].strip()
         return ValueError(
-            f"--deterministic: {operation} has no deterministic implementation on a GPU. Replace it in the"
-            " script, or train without the flag"
+            f"--deterministic: {operation} has no deterministic implementation on GPUs. Replace this"
+            " operation in the script, or remove --deterministic"
         )
     if ranks and (unused := unused_parameters(error, [*ranks.saver.training.layout.parameters])):
         return ValueError(without_gradient(unused))
     if ranks and ranks.record and isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return not_written("the run", ranks.record.folder, error)  # the script failed to write a file
+        return not_written("the run", ranks.record.folder, error)  # The script could not write a file
     return error
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return True for out-of-memory errors of torch (GPU or CPU), of CUDA libraries and of Python."""
+    """Return True for an out-of-memory error that torch (GPU or CPU), a CUDA library or Python raised."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and says_out_of_memory(str(error))
     )
 
 
 def out_of_memory(accelerator: Accelerator, batch: Batch, error: BaseException) -> str:
-    """Return a message with a batch size to try. Errors that do not mention memory are quoted."""
+    """Return a message that suggests a batch size.
+
+    The message quotes an error that does not mention memory.
+    """
     smaller = batch.smaller()
-    advice = "shard the model (fsdp_4gpu, zero3_4gpu, zero3_offload_4gpu) or use a smaller model"
+    advice = "Shard the model (fsdp_4gpu, zero3_4gpu, zero3_offload_4gpu), or use a smaller model"
     if smaller:
         advice = (
-            f"try --per_device_batch_size {smaller}, which keeps --batch_size {batch.total} with"
-            f" {batch.total // (smaller * batch.processes)} accumulations, or {advice}"
+            f"Try --per_device_batch_size {smaller}, which keeps --batch_size {batch.total} with"
+            f" {plural(batch.total // (smaller * batch.processes), 'accumulation step')}. {advice}"
         )
     device = device_name(accelerator)
     first_line = str(error).partition("\n")[0]
-    quoted = "" if "memory" in first_line or not first_line else f" (the error was: {first_line})"
-    return f"out of memory on {device} with --per_device_batch_size {batch.per_device}: {advice}{quoted}"
+    quoted = "" if "memory" in first_line or not first_line else f". The error was: {first_line}"
+    return f"out of memory on {device} with --per_device_batch_size {batch.per_device}. {advice}{quoted}"

@@ -18,18 +18,19 @@ from onecurve.models.preprocessing import IMAGENET_CROP, Crop
 from onecurve.numerics.augment import send, to_float
 from onecurve.numerics.order import chosen_by_hash, evaluation_plan
 
-SHOWN = 16  # number of sample predictions shown in plots/
-# Maximum number of classes for a confusion matrix; with more classes, frequent mistakes replace it
+SHOWN = 16  # Number of sample predictions shown in plots/
+# Maximum number of classes for which a confusion matrix is stored instead of the most frequent mistakes
 CONFUSED = 1000
-MISTAKES = 20  # number of frequent mistakes
+MISTAKES = 20  # Maximum number of pairs that frequent_mistakes() returns
 
-Mistake = tuple[int, int, int]  # true class, predicted class, number of images
+Mistake = tuple[int, int, int]  # (true class, predicted class, number of images)
 
 
 def mean_of_classes(metric: Metric, counts: np.ndarray) -> float:
-    """Return the mean of a metric over classes, as scikit-learn computes it.
+    """Return the mean of a metric over the classes, computed in the same way as in scikit-learn.
 
-    counts: int64 [3, classes], the number of images, predictions and correct predictions of each class.
+    `counts`, int64 [3, classes], contains the numbers of images, predictions and correct predictions per
+    class.
     """
     assert metric.value
     numerators, denominators = metric.value(*counts)
@@ -38,37 +39,40 @@ def mean_of_classes(metric: Metric, counts: np.ndarray) -> float:
 
 
 def frequent_mistakes(labels: np.ndarray, predicted: np.ndarray, classes: int) -> list[Mistake]:
-    """Return the most frequently confused pairs of classes, most frequent first. Inputs are int64 [n]."""
+    """Return the pairs of classes that are confused most often, in descending order.
+
+    Both inputs are int64 [n].
+    """
     is_wrong = labels != predicted
-    codes, counts = np.unique(labels[is_wrong] * classes + predicted[is_wrong], return_counts=True)
-    order = np.argsort(-counts, kind="stable")[:MISTAKES]
-    return [(code // classes, code % classes, count) for code, count in np.c_[codes, counts][order].tolist()]
+    pair_codes, counts = np.unique(labels[is_wrong] * classes + predicted[is_wrong], return_counts=True)
+    most_frequent = np.argsort(-counts, kind="stable")[:MISTAKES]
+    codes_and_counts = np.c_[pair_codes, counts][most_frequent].tolist()
+    return [(code // classes, code % classes, count) for code, count in codes_and_counts]
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """Predictions for the v valid samples of one micro-batch, on this process's device. v may be 0."""
+    """Predictions for the v >= 0 valid samples of a micro-batch, on the device of this process."""
 
-    ids: np.ndarray  # int64 [v]
-    pixels: Tensor  # uint8 [v, H, W, 3]
-    labels: Tensor  # int64 [v]
-    logits: Tensor  # float32 [v, classes]
+    ids: np.ndarray  # Ids of the samples, int64 [v]
+    pixels: Tensor  # Images, uint8 [v, H, W, 3]
+    labels: Tensor  # True classes, int64 [v]
+    logits: Tensor  # Outputs of the model, float32 [v, classes]
 
     def only(self, ids: np.ndarray) -> "Predicted":
-        """Return a copy of the samples in `ids`, so that the micro-batch can be freed."""
+        """Return a copy of the predictions for the samples in `ids`, so that the micro-batch can be freed."""
         rows = np.flatnonzero(np.isin(self.ids, ids))
-        sent = send(
-            torch.from_numpy(rows), self.labels.device
-        )  # indexing with t[rows] would synchronize with the device
-        parts = (t.index_select(0, sent) for t in (self.pixels, self.labels, self.logits))
-        return Predicted(self.ids[rows], *parts)
+        # Indexing with tensor[rows] would synchronize with the device.
+        sent_rows = send(torch.from_numpy(rows), self.labels.device)
+        selected = (tensor.index_select(0, sent_rows) for tensor in (self.pixels, self.labels, self.logits))
+        return Predicted(self.ids[rows], *selected)
 
     def to(self, device: str) -> "Predicted":
-        return Predicted(self.ids, *(t.to(device) for t in (self.pixels, self.labels, self.logits)))
+        return Predicted(self.ids, self.pixels.to(device), self.labels.to(device), self.logits.to(device))
 
 
 class Watcher(Protocol):
-    """Interface that receives an evaluation's progress and predictions."""
+    """Interface of an object that receives the progress and the predictions of an evaluation."""
 
     def show_progress(self, text: str) -> None: ...
 
@@ -87,58 +91,60 @@ def evaluate(
     crop: Crop = IMAGENET_CROP,
     watcher: Watcher,
 ) -> dict[str, float]:
-    """Evaluate a model on a split. Collective.
+    """Evaluate a model on a split. All ranks must call this function.
 
     Args:
-        accelerator: The job's accelerator.
+        accelerator: Accelerator of the job.
         model: Model whose forward pass returns logits.
-        split: Images to evaluate.
-        recipe: The run's recipe.
-        batch: Division of the batch, which determines the size of micro-batches.
+        split: Split that contains the images to evaluate.
+        recipe: Recipe of the run.
+        batch: Division of the batch, which determines the size of the micro-batches.
         mean: Mean of each channel, for pixels in [0, 1].
         std: Standard deviation of each channel, for pixels in [0, 1].
-        crop: Resizing of images, and the crop for images that stay encoded.
+        crop: Method of resizing images, and of cropping images that stay encoded.
         watcher: Receiver of the progress and the predictions. show_progress() is called before each
             micro-batch. keep() receives the confusion matrix, int64 [classes, classes] with one row per true
             class, or the most frequent mistakes if there are more than CONFUSED classes. keep() also receives
-            this process's share of SHOWN sample predictions. The sample images are the same for any seed.
+            this process's share of SHOWN sample predictions. The sample images do not depend on the seed.
 
     Returns:
-        "loss", "accuracy", "images" and the metric of --best_by. The values are equal on all processes.
+        A dictionary with "loss", "accuracy", "images" and the metric of --best_by. All processes return the
+        same metrics.
     """
-    # Sum of the losses, sum of --best_by's metric
+    # [sum of the losses, sum of the metric that --best_by selects]
     sums = torch.zeros(2, device=accelerator.device, dtype=torch.float64)
     best_by = METRICS[recipe.best_by]
     counts = confusion = None
-    pairs, examples = list[Tensor](), []
+    label_pairs, examples = list[Tensor](), []
     expected = counted(split, recipe)
-    shown = chosen_by_hash(len(split), min(SHOWN, expected))
-    for part in predictions(accelerator, model, split, recipe, batch, mean, std, watcher.show_progress, crop):
-        classes, predicted = part.logits.shape[1], part.logits.argmax(1)
-        sums[0] += exact_sum(F.cross_entropy(part.logits, part.labels, reduction="none"))
+    example_ids = chosen_by_hash(len(split), min(SHOWN, expected))
+    show_progress = watcher.show_progress
+    for outputs in predictions(accelerator, model, split, recipe, batch, mean, std, show_progress, crop):
+        classes, predicted = outputs.logits.shape[1], outputs.logits.argmax(1)
+        sums[0] += exact_sum(F.cross_entropy(outputs.logits, outputs.labels, reduction="none"))
         if best_by.value and not best_by.by_class:
-            sums[1] += exact_sum(best_by.value(part.logits, part.labels).float())
+            sums[1] += exact_sum(best_by.value(outputs.logits, outputs.labels).float())
         if counts is None:
             counts = torch.zeros(3, classes, dtype=torch.int64, device=sums.device)
         if confusion is None and classes <= CONFUSED:
             confusion = torch.zeros(classes, classes, dtype=torch.int64, device=sums.device)
         ones = torch.ones_like(predicted)
-        counts[0].index_add_(0, part.labels, ones)
+        counts[0].index_add_(0, outputs.labels, ones)
         counts[1].index_add_(0, predicted, ones)
-        counts[2].index_add_(0, predicted, (part.labels == predicted).long())
+        counts[2].index_add_(0, predicted, (outputs.labels == predicted).long())
         if confusion is not None:
-            confusion.view(-1).index_add_(0, part.labels * classes + predicted, ones)
+            confusion.view(-1).index_add_(0, outputs.labels * classes + predicted, ones)
         else:
-            pairs.append(torch.stack([part.labels, predicted]))
-        if np.isin(part.ids, shown).any():
-            examples.append(part.only(shown))
+            label_pairs.append(torch.stack([outputs.labels, predicted]))
+        if np.isin(outputs.ids, example_ids).any():
+            examples.append(outputs.only(example_ids))
     counts = accelerator.reduce(counts, "sum")
     images, _, correct = counts.sum(1).tolist()
     assert images == expected, f"evaluated {images} of {expected} images"
     if confusion is not None:
         watcher.keep(accelerator.reduce(confusion, "sum"), examples)
     else:
-        pairs_by_rank = gather_object([torch.cat(pairs, 1).cpu().numpy()])
+        pairs_by_rank = gather_object([torch.cat(label_pairs, 1).cpu().numpy()])
         labels, predicted_classes = np.concatenate(pairs_by_rank, 1)
         watcher.keep(frequent_mistakes(labels, predicted_classes, classes), examples)
     loss, mean_metric = (accelerator.reduce(sums, "sum") / images).tolist()
@@ -150,12 +156,12 @@ def evaluate(
 
 
 def counted(split: Split, recipe: ImageRecipe) -> int:
-    """Return the number of images in the split that are evaluated."""
+    """Return the number of images that an evaluation of the split includes."""
     return min(len(split), recipe.max_val_images or len(split))
 
 
 def evaluated_ids(split: Split, recipe: ImageRecipe) -> np.ndarray:
-    """Return the ids of the split's evaluated images in ascending order: int64 [counted]."""
+    """Return the ids of the images to evaluate in ascending order, int64 [counted(split, recipe)]."""
     return chosen_by_hash(len(split), counted(split, recipe))
 
 
@@ -171,8 +177,11 @@ def predictions(
     show_progress: Callable[[str], None],
     crop: Crop = IMAGENET_CROP,
 ) -> Iterator[Predicted]:
-    """Yield predictions for this process's share of the split. See evaluate() for arguments. Collective."""
-    for buffer in model.buffers():  # all ranks use rank 0's BatchNorm statistics
+    """Yield predictions for this process's share of the split. All ranks must use this iterator.
+
+    See evaluate() for the arguments.
+    """
+    for buffer in model.buffers():  # All ranks use the BatchNorm statistics of rank 0
         broadcast(buffer)
     model.eval()
     device, size, count = accelerator.device, recipe.image_size, counted(split, recipe)
@@ -182,8 +191,10 @@ def predictions(
     batches = split.batches(
         plan, device=device, train=False, size=size, seed=recipe.seed, workers=recipe.workers, crop=crop
     )
-    for i, ((_, ids, pixels, labels), (_, valid)) in enumerate(zip(batches, micro_batches, strict=True)):
-        show_progress(f"evaluated {i * batch.per_device * batch.processes:,} of {count:,} images")
+    evaluated_images = 0
+    for (_, ids, pixels, labels), (_, valid) in zip(batches, micro_batches, strict=True):
+        show_progress(f"evaluated {evaluated_images:,} of {count:,} images")
+        evaluated_images += batch.per_device * batch.processes
         logits = model(to_float(pixels, mean, std, size, crop.enlargement)).float()
         yield Predicted(ids[:valid], pixels[:valid], labels[:valid], logits[:valid])
     model.train()

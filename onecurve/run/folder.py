@@ -1,11 +1,12 @@
-"""Manages a run's folder: lease, S3 mirror, and the checkpoint to resume from. Main process only.
+"""Manages a run folder, its lease, its S3 mirror and the checkpoint from which the run resumes.
 
-The checkpoint is selected as follows:
+Only the main process uses this module. The checkpoint is selected as follows:
 
 1. Use the newest intact checkpoint in the run's folder.
-2. If --s3 has a newer checkpoint, download it first, for example on a new machine with an empty folder.
-3. If the run has no checkpoint, start from the checkpoint given by --resume, a local path or s3:// address.
-4. Require the same recipe, except for the flags in --allow_changed.
+2. If --s3 contains a newer checkpoint, download that checkpoint first, for example to an empty folder on a
+new machine. 3. If the run has no checkpoint, start from the checkpoint that --resume specifies as a local
+path or s3:// address. 4. Require that the checkpoint has the same recipe, except for the flags in
+--allow_changed.
 """
 
 import contextlib
@@ -42,15 +43,16 @@ from onecurve.system.processes import start_ticks
 from onecurve.system.text import numbered
 from onecurve.system.threads import Heartbeat
 
-if TYPE_CHECKING:  # at runtime, imported only with --s3
+if TYPE_CHECKING:  # Imported at runtime only with --s3
     from onecurve.checkpoint.mirror import Mirror
     from onecurve.system.s3 import ObjectStore
 
-FOLDERS = ("checkpoints", "plots", "profile", "tensorboard", "wandb")  # subfolders of a run's folder
-# A run ends if a launcher restarts it more often than this without a new checkpoint.
+FOLDERS = ("checkpoints", "plots", "profile", "tensorboard", "wandb")  # Subfolders of a run folder
+# Maximum number of times that a launcher may restart a run without a new checkpoint
 FRUITLESS_RESTARTS = 3
-# Files that a run writes into its folder. In a folder without a run, these files belong to another program,
-# unless their content shows that a start of a run wrote the files and ended early.
+# Files that a run writes to its folder. In a folder without a run, a file with such a name belongs to a
+# different program, unless its function returns True. The function returns True for a file from a run that
+# ended before training.
 WRITTEN: dict[str, Callable[[dict[str, Any]], bool]] = {
     RECORD: lambda owner: {"id", "beat"} <= owner.keys(),
     "restarts.json": lambda restarts: {"launcher", "fruitless"} <= restarts.keys(),
@@ -63,32 +65,32 @@ PATTERNS += ("profile/trace.json.gz", "profile/table.txt", "checkpoints/index.js
 
 
 class RunFolder:
-    """Folder of a run that this process owns, with the S3 mirror and the checkpoint to resume from.
+    """Run folder that this process owns, with the S3 mirror and the checkpoint from which the run resumes.
 
     Args:
-        recipe: The run's recipe.
-        name: Name of the folder, unless --output_dir names it.
-        last_step: Last step of this run.
+        recipe: Recipe of the run.
+        name: Name of the folder, which applies unless --output_dir specifies the folder.
+        last_step: Last step of the run.
         heartbeat: Function that is called during long operations.
 
     Raises:
-        ValueError: The folder or the S3 prefix belongs to another owner or run, or all its checkpoints are
-            damaged.
+        ValueError: If the folder or the S3 prefix belongs to a different owner or run, or contains only
+            damaged checkpoints.
     """
 
     mirror: "Mirror | None" = None
     checkpoint: Checkpoint | None = None
-    is_new = False  # True if this start begins the run from another run's checkpoint
-    began_at: str | None = None  # value of --resume at the run's first start
+    is_new = False  # True if the run begins at this start with the checkpoint of a different run
+    began_at: str | None = None  # Value of --resume at the first start of the run
 
     def __init__(self, recipe: Recipe, name: str, last_step: int, heartbeat: Heartbeat):
         self.recipe, self.last_step, self.heartbeat = recipe, last_step, heartbeat
         if recipe.resume == "never" and _is_restarted():
             raise ValueError(
-                "--resume never would start a new run each time the launcher restarts the job. Remove it, and"
-                " choose a new --name or --output_dir"
+                "--resume never would start a new run each time the launcher restarts the job. Remove this"
+                " flag, and choose a new --name or --output_dir"
             )
-        self.leases: list[Lease] = []  # leases on the folder and the S3 prefix
+        self.leases: list[Lease] = []  # Leases on the folder and on the S3 prefix
         self.path = self._lease(name)
         try:
             with writing("the run", self.path):
@@ -98,7 +100,7 @@ class RunFolder:
             raise
 
     def lost(self) -> str | None:
-        """Return a message if another run has taken over the folder or the S3 prefix."""
+        """Return a message if a different run has taken over the folder or the S3 prefix, or None."""
         return next((lease.lost for lease in self.leases if lease.lost), None)
 
     def release(self) -> None:
@@ -107,11 +109,11 @@ class RunFolder:
             lease.release()
 
     def _lease(self, name: str) -> Path:
-        """Acquire the lease on the run's folder, and return the folder.
+        """Acquire the lease on the run's folder, and return the path of the folder.
 
-        A run that has just begun may not have a recipe.json yet, but the record of the run's owner contains
-        the recipe. If the recorded recipe differs, the next folder is tried, unless --output_dir names the
-        folder.
+        The folder of a run that has just begun may not contain recipe.json yet, but the owner's record
+        contains the recipe. If the recorded recipe differs, the next folder is tried, unless --output_dir
+        specifies the folder.
         """
         recipe = self.recipe
         identity = {"script": script_name(), "recipe": recipe_part(recipe)}
@@ -119,22 +121,21 @@ class RunFolder:
             try:
                 with writing("the run", path):
                     lease = Lease(FolderRecord(path), self.heartbeat, identity)
-                if not why_not_this_run(
-                    path, recipe, self.last_step
-                ):  # no other run has used the folder in the meantime
+                # A different run may have used the folder while this process waited for the lease.
+                if not why_not_this_run(path, recipe, self.last_step):
                     self.leases.append(lease)
                     return path
                 lease.release()
             except AlreadyOwned as error:
                 usual_names = (name, name.removeprefix(model_part(recipe)))
-                is_elsewhere = not path.name.startswith(usual_names)  # another job continues the run
+                is_elsewhere = not path.name.startswith(usual_names)  # A different job continues the run
                 is_given = Path(recipe.output_dir or "*").name != "*"
                 if is_given or not (is_elsewhere or why_other_run(error.record, recipe)):
                     raise
         raise AssertionError("folder numbers are unlimited")
 
     def _open(self) -> None:
-        """Find the checkpoint to resume from, and open the S3 mirror."""
+        """Open the S3 mirror, and find the checkpoint from which the run resumes."""
         path, resume = self.path, self.recipe.resume
         for name in FOLDERS:
             refuse_link(path / name)
@@ -153,39 +154,44 @@ class RunFolder:
             self.checkpoint = self.checkpoint or _other_runs_checkpoint(path, resume, self.heartbeat)
         if self.checkpoint:
             check_recipe(str(self.checkpoint.folder), self.checkpoint.manifest, self.recipe)
-            # On a new machine, the checkpoint comes from the run's S3 prefix, and recipe.json is missing.
+            # On a new machine, the checkpoint was downloaded from the run's S3 prefix, and recipe.json is
+            # missing.
             begun = {"resumed_from": None if resume in ("auto", "never") else resume}
             self.began_at = resume if self.is_new else (recorded_recipe(path) or begun).get("resumed_from")
 
     def _own_checkpoint(self) -> Checkpoint | None:
-        """Return the newest checkpoint in the folder. If S3 contains a newer one, download it first."""
+        """Return the newest checkpoint in the folder or in S3. Download a newer checkpoint from S3."""
         parent, checkpoint, problem = self.path / "checkpoints", None, None
         try:
             checkpoint = checkpoints.newest(parent, self.heartbeat)
         except ValueError as error:
-            problem = error  # raised below unless S3 contains an intact checkpoint
+            problem = error  # Raised below unless S3 contains an intact checkpoint
         if self.mirror:
             from onecurve.checkpoint.mirror import committed, fetch_log, fetch_newest, read_manifest
             from onecurve.system.s3 import WrongSize
 
             store, is_never = self.mirror.store, self.recipe.resume == "never"
-            here, there = checkpoint.step if checkpoint else -1, max(committed(store), default=-1)
-            result = partial(_stored_json, store, "result.json")
-            if there >= 0 and not steps_in(parent) and (is_never or has_finished(result, self.last_step)):
-                reason = "and --resume is never" if is_never else "which is finished"
-                raise ValueError(f"{store.url} holds a run already, {reason}. Choose another prefix")
-            # Require the same recipe even if nothing is downloaded, because the mirror removes older
-            # checkpoints
-            if there >= 0:
-                with contextlib.suppress(
-                    checkpoints.DamagedCheckpoint, WrongSize
-                ):  # fetch_newest() finds an intact checkpoint
-                    check_recipe(store.url, read_manifest(store, there)[1], self.recipe)
-            if there > here:
-                # Logs come first, so that an interrupted start downloads logs and checkpoint again
+            local_step = checkpoint.step if checkpoint else -1
+            stored_step = max(committed(store), default=-1)
+            read_result = partial(_stored_json, store, "result.json")
+            is_only_stored = stored_step >= 0 and not steps_in(parent)
+            if is_only_stored and (is_never or has_finished(read_result, self.last_step)):
+                reason = ", but --resume never requires a new run" if is_never else ", which is finished"
+                raise ValueError(
+                    f"{store.url} already contains a run{reason}. Choose a different --s3 address"
+                )
+            # Require the same recipe even if no checkpoint is downloaded, because the mirror removes older
+            # checkpoints.
+            if stored_step >= 0:
+                # If this checkpoint is damaged, fetch_newest() finds an intact checkpoint.
+                with contextlib.suppress(checkpoints.DamagedCheckpoint, WrongSize):
+                    check_recipe(store.url, read_manifest(store, stored_step)[1], self.recipe)
+            if stored_step > local_step:
+                # Download the logs first. After an interruption, the next start downloads logs and checkpoint
+                # again.
                 fetch_log(store, self.path)
-                lost = self.leases[-1].check
-                if fetch_newest(store, parent, here, self.heartbeat, lost) is not None:
+                check_lease = self.leases[-1].check
+                if fetch_newest(store, parent, local_step, self.heartbeat, check_lease) is not None:
                     return checkpoints.newest(parent, self.heartbeat)
         if problem:
             raise problem
@@ -195,109 +201,120 @@ class RunFolder:
 def folders(recipe: Recipe, name: str, last_step: int | None) -> Iterator[Path]:
     """Create and yield folders that no other run uses.
 
-    The folder is --output_dir. A `*` in --output_dir is replaced by <name>, <name>-2, ... A run in a folder
-    is continued if it is unfinished, has the same recipe and began with the same --resume. This includes runs
-    that version 1.0 named without the model. Folders of starts that trained no step are reused. If the
-    launcher restarts jobs, an unfinished run of this recipe under another automatic name is also continued.
+    --output_dir specifies the folder. If the last part of --output_dir is `*`, the function tries the folder
+    names <name>, <name>-2 and so on. A run in a folder is resumed if the run is unfinished, has the same
+    recipe and began with the same --resume. Runs that version 1.0 named without the model are also resumed. A
+    folder in which no step was trained is reused. If the launcher restarts jobs, an unfinished run of this
+    recipe with a different automatic name is also resumed.
 
     Args:
-        recipe: The run's recipe.
+        recipe: Recipe of the run.
         name: Automatic name of the run.
-        last_step: Last step of this run; None if unknown. If given, a message names an unfinished run that is
-            not continued although its recipe is equal or differs in only one value.
+        last_step: Last step of the run, or None if the step is unknown. If last_step is specified, the
+            function logs the name of an unfinished run that is not resumed although at most one flag of its
+            recipe differs.
 
     Raises:
-        ValueError: --output_dir contains another run or files of another program, or a recipe.json can't be
-            read.
+        ValueError: If --output_dir contains a different run or another program's files, or a recipe.json
+            can't be read.
     """
     is_reported = last_step is None
     output_dir = Path(recipe.output_dir or "runs/*")
-    given, parent = output_dir if output_dir.name != "*" else None, output_dir.parent / script_name()
-    old_name = name.removeprefix(model_part(recipe))  # the run's name in version 1.0
-    names = [*_begun(parent, old_name, recipe, last_step)] if not given and old_name != name else []
-    if not (given or names or recipe.name or recipe.s3 or any(_begun(parent, name, recipe, last_step))):
-        elsewhere = _begun_elsewhere(parent, recipe, last_step)
+    given_folder, parent = output_dir if output_dir.name != "*" else None, output_dir.parent / script_name()
+    old_name = name.removeprefix(model_part(recipe))  # Name of the run in version 1.0
+    names: list[str] = []  # Names of unfinished runs, which are tried first
+    if not given_folder and old_name != name:
+        names = [*_unfinished_runs(parent, old_name, recipe, last_step)]
+    is_automatic = not (given_folder or names or recipe.name or recipe.s3)
+    if is_automatic and not any(_unfinished_runs(parent, name, recipe, last_step)):
+        other_names = _unfinished_runs_by_step(parent, recipe, last_step)
         if _is_restarted():
-            names = elsewhere
-        elif elsewhere and not is_reported:
+            names = other_names
+        elif other_names and not is_reported:
             log.info(
-                f"{parent / elsewhere[0]} holds an unfinished run of this recipe, which began with another"
-                " number of processes or another strategy. To continue it instead of starting a new run, add"
-                f" --name {shlex.quote(elsewhere[0])}"
+                f"{parent / other_names[0]} contains an unfinished run of this recipe that began with a"
+                " different number of processes or a different strategy. To resume that run instead of"
+                f" starting a new run, add --name {shlex.quote(other_names[0])}"
             )
     automatic = map(parent.joinpath, itertools.chain(names, numbered(name)))
-    for folder in itertools.repeat(given) if given else automatic:
+    for folder in itertools.repeat(given_folder) if given_folder else automatic:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"can't create the run folder {error.filename}: {error.strerror}") from None
+            raise ValueError(f"the folder {error.filename} can't be created: {error.strerror}") from None
         reason = why_not_this_run(folder, recipe, last_step)
         if file := _other_programs_file(folder):
-            if given:
+            if given_folder:
                 raise ValueError(
-                    f"--output_dir {folder} holds {file}, but no run. A run would overwrite this file."
-                    " Choose another folder, or move the file away"
+                    f"--output_dir {folder} contains {file}, but no run. A run would overwrite this file."
+                    " Choose a different folder, or move the file"
                 )
         elif not reason:
             yield folder
-        elif given:
+        elif given_folder:
             raise ValueError(
-                f"--output_dir {folder} holds a run already{reason}. Choose another folder, or move that"
-                " folder away"
+                f"--output_dir {folder} already contains a run{reason}. Choose a different folder, or move"
+                " the existing folder"
             )
         elif not is_reported and (difference := only_difference(folder, recipe, last_step)):
             is_reported = True
-            log.info(f"{folder} holds an unfinished run ({difference}). To resume it, use that run's value")
+            log.info(
+                f"{folder} contains an unfinished run that differs in one flag ({difference}). To resume that"
+                " run, specify the earlier value of the flag"
+            )
 
 
-def _begun(parent: Path, name: str, recipe: Recipe, last_step: int | None) -> Iterator[str]:
-    """Return the names of this recipe's unfinished runs among <name>, <name>-2, ..."""
-    existing = itertools.takewhile(lambda n: (parent / n / "recipe.json").exists(), numbered(name))
-    return (
-        n for n in existing if has_trained(parent / n) and not why_not_this_run(parent / n, recipe, last_step)
+def _unfinished_runs(parent: Path, name: str, recipe: Recipe, last_step: int | None) -> Iterator[str]:
+    """Yield the names of unfinished runs of this recipe in the folders <name>, <name>-2 and so on."""
+    existing_names = itertools.takewhile(
+        lambda run_name: (parent / run_name / "recipe.json").exists(), numbered(name)
     )
+    for run_name in existing_names:
+        folder = parent / run_name
+        if has_trained(folder) and not why_not_this_run(folder, recipe, last_step):
+            yield run_name
 
 
-def _begun_elsewhere(parent: Path, recipe: Recipe, last_step: int | None) -> list[str]:
-    """Return the names of this recipe's unfinished runs without a live owner, the most advanced run first."""
-    steps = {}
+def _unfinished_runs_by_step(parent: Path, recipe: Recipe, last_step: int | None) -> list[str]:
+    """Return the names of this recipe's unfinished runs without a live owner, by descending step."""
+    newest_steps = {}  # {name of the run: step of the newest checkpoint}
     for folder in sorted(parent.glob("*/")):
-        with contextlib.suppress(OSError, ValueError):  # another run's recipe.json may be damaged
+        with contextlib.suppress(OSError, ValueError):  # The recipe.json of a different run may be damaged
             is_known = isinstance((recorded_recipe(folder) or {}).get("recipe"), dict) and has_trained(folder)
-            # A restarted job may have lost a host. The lease waits for heartbeats from the lost host.
+            # A restarted job may have lost a host. Lease waits for heartbeats from a lost host.
             has_owner = is_owned(folder, 0) if _is_restarted() else is_owned(folder)
             if is_known and not has_owner and not why_not_this_run(folder, recipe, last_step):
-                steps[folder.name] = max(steps_in(folder / "checkpoints"), default=0)
-    return sorted(steps, key=lambda name: -steps[name])
+                newest_steps[folder.name] = max(steps_in(folder / "checkpoints"), default=0)
+    return sorted(newest_steps, key=lambda name: -newest_steps[name])
 
 
 def _is_restarted() -> bool:
-    """Return True if the launcher may restart the job with another number of processes."""
+    """Return True if the launcher may restart the job with a different number of processes."""
     return bool(_most_restarts() or job_round()[1])
 
 
 def _other_programs_file(folder: Path) -> str | None:
-    """Return another program's file that a run would overwrite, or None if there is no such file."""
+    """Return the name of another program's file that a run would overwrite, or None without such a file."""
     if "recipe" in (recorded_recipe(folder) or {}) or steps_in(folder / "checkpoints"):
         return None
     files = (file for pattern in PATTERNS for file in sorted(folder.glob(pattern)) if file.lstat().st_size)
-    names = (str(file.relative_to(folder)) for file in files if not _is_leftover(file))
-    return next(names, None)
+    foreign_files = (str(file.relative_to(folder)) for file in files if not _is_leftover(file))
+    return next(foreign_files, None)
 
 
 def _is_leftover(file: Path) -> bool:
-    """Return True if the file belongs to a run that ended before it wrote recipe.json."""
+    """Return True if the file was written by a run that ended before the run wrote recipe.json."""
     if not (is_written_by_run := WRITTEN.get(file.name)):
         return False
     try:
         return is_written_by_run(next(json_lines(file), {}) if file.suffix == ".jsonl" else read_json(file))
     except (OSError, ValueError):
-        return file.name == RECORD  # Lease handles unreadable records
+        return file.name == RECORD  # Lease handles an unreadable record
 
 
 def _other_runs_checkpoint(folder: Path, resume: str, heartbeat: Heartbeat) -> Checkpoint:
-    """Return the checkpoint given by --resume: from S3, a checkpoint folder or a run (newest checkpoint)."""
-    # The folder .step_others is temporary
+    """Return the checkpoint that --resume specifies, or the newest checkpoint of that run or S3 prefix."""
+    # The folder .step_others is temporary.
     path, parent, checkpoint = Path(resume), folder / "checkpoints" / ".step_others", None
     if resume.startswith("s3://"):
         from onecurve.checkpoint.mirror import fetch_newest
@@ -308,42 +325,47 @@ def _other_runs_checkpoint(folder: Path, resume: str, heartbeat: Heartbeat) -> C
     elif step_of(path.resolve().name) is not None:
         return checkpoints.verify(path.resolve(), heartbeat)
     else:
-        parents = (p for p in (path / "checkpoints", path) if steps_in(p))
-        checkpoint = next((checkpoints.newest(p, heartbeat, ours=False) for p in parents), None)
+        for candidate in (path / "checkpoints", path):
+            if steps_in(candidate):
+                checkpoint = checkpoints.newest(candidate, heartbeat, ours=False)
+                break
     if checkpoint is None:
-        hint = "" if "://" in resume else ". Give a run's folder, or one of its checkpoints/step_*"
-        raise ValueError(f"--resume {resume} holds no checkpoint{hint}")
+        hint = "" if "://" in resume else ". Specify a run folder, or one of the run's checkpoints/step_*"
+        raise ValueError(f"--resume {resume} contains no checkpoint{hint}")
     return checkpoint
 
 
 def count_restarts(folder: Path, step: int) -> None:
-    """Count the launcher's restarts in restarts.json. This function is called at each start.
+    """Count the launcher's restarts without progress in restarts.json.
 
-    A restart by the same launcher at the same step means that the previous process made no progress, unless
-    that process was asked to stop, for example because a host joined.
+    This function is called at each start of a run. If the same launcher starts the run at the same step
+    again, the previous process made no progress, unless that process was asked to stop, for example because a
+    host joined.
 
     Args:
-        folder: The run's folder.
-        step: Step at which this start begins.
+        folder: Folder of the run.
+        step: Step at which the run starts or resumes.
 
     Raises:
-        ValueError: More than FRUITLESS_RESTARTS consecutive restarts made no progress.
+        ValueError: If more than FRUITLESS_RESTARTS consecutive restarts made no progress.
     """
     if _most_restarts() == 0:
         return
-    launcher = f"{socket.gethostname()} {os.getppid()} {start_ticks(os.getppid())}"  # unique to one launcher
+    # Unique identifier of the launcher
+    launcher = f"{socket.gethostname()} {os.getppid()} {start_ticks(os.getppid())}"
     file, fruitless = folder / "restarts.json", 0
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        before = read_json(file)
-        if (before["launcher"], before["step"]) == (launcher, step):
-            fruitless = before["fruitless"] + 1
-            # The file result.json may be missing, which raises an OSError
+        previous = read_json(file)
+        if (previous["launcher"], previous["step"]) == (launcher, step):
+            fruitless = previous["fruitless"] + 1
+            # A missing result.json raises an OSError.
             fruitless -= read_json(folder / "result.json")["status"] == "preempted"
     write_json(file, {"launcher": launcher, "step": step, "fruitless": fruitless})
     if fruitless > FRUITLESS_RESTARTS:
         raise ValueError(
-            f"{FRUITLESS_RESTARTS} restarts without a new checkpoint since step {step:,}: giving up. The log"
-            " of the first failure shows the cause. Once it is fixed, run the same command to resume"
+            f"the launcher restarted the job {FRUITLESS_RESTARTS} times without a new checkpoint since"
+            f" step {step:,}. The log of the first failure shows the cause. Fix the cause, then run the same"
+            " command to resume"
         )
 
 

@@ -1,4 +1,4 @@
-"""Determines a run's name, and how a recorded run differs from a new recipe."""
+"""Determines the name of a run and the differences between a recorded run and a new recipe."""
 
 import json
 import re
@@ -19,15 +19,15 @@ from onecurve.system.files import json_lines, read_json
 
 
 def script_name() -> str:
-    """Return the name of the running script, without .py."""
+    """Return the name of the running script without the extension .py."""
     return Path(sys.argv[0]).stem
 
 
 def run_name(accelerator: JobAccelerator, recipe: Recipe, batch: Batch) -> str:
-    """Return --name, or else <strategy>_<batch>_<epochs>_<hosts>_<mean processes per host>.
+    """Return --name or, by default, <strategy>_<batch>_<epochs>_<hosts>_<mean processes per host>.
 
-    In scripts with --model, the name begins with the model. The number of hosts includes absent hosts of an
-    elastic job.
+    In scripts with --model, the default name begins with the model. In an elastic job, the number of hosts
+    includes absent hosts.
     """
     if name := recipe.filled_name():
         return name
@@ -38,34 +38,36 @@ def run_name(accelerator: JobAccelerator, recipe: Recipe, batch: Batch) -> str:
 
 
 def model_part(recipe: Recipe) -> str:
-    """Return the prefix of run names in scripts with --model, or an empty string in other scripts."""
+    """Return the prefix that scripts with --model add to run names, or an empty string in other scripts."""
     return re.sub(r"[^\w.-]+", "_", recipe.model) + "_" if recipe.model else ""
 
 
 def why_other_run(record: dict[str, Any], recipe: Recipe) -> str:
-    """Return why a run does not match this recipe, or "" if the run matches or its recipe is unknown.
+    """Return the reason why a run does not match a recipe.
 
-    record: Content of the run's recipe.json, or of its owner's record.
+    The reason is empty if the run matches the recipe, or if the recipe of the run is unknown. `record` is the
+    content of the run's recipe.json or owner.json.
     """
     if not isinstance(record.get("recipe"), dict):
         return ""
     if (script := record.get("script")) != script_name():
-        return f" ({script}'s)"
+        return f" of the script {script}"
     if differing := "; ".join(recipe_differences(record["recipe"], recipe)):
-        return f" ({differing}; --allow_changed lists flags that may differ)"
-    return ", and --resume is never" if recipe.resume == "never" else ""
+        return f" with a different recipe ({differing}; --allow_changed can permit changed flags)"
+    return ", but --resume never requires a new run" if recipe.resume == "never" else ""
 
 
 def recipe_differences(recorded: dict[str, Any], recipe: Recipe) -> list[str]:
-    """List changed flags that --allow_changed does not permit, for example `--epochs was 3, now 10`.
+    """List the changed flags that --allow_changed does not permit, such as `--epochs was 3, now 10`.
 
-    A flag that is missing in the recorded recipe counts as having the default value.
+    If a flag is missing from the recorded recipe, the default of the flag is used for the comparison.
     """
-    current, defaults = (json.loads(json.dumps(recipe_part(r))) for r in (recipe, type(recipe)()))
+    current = json.loads(json.dumps(recipe_part(recipe)))  # Converts each value to its type in a JSON file
+    defaults = json.loads(json.dumps(recipe_part(type(recipe)())))
     removed = [name for name in without_left(recorded) if name in LEFT]
     recorded = recipe.without_derived(defaults | recorded)
     paths = flags_where(type(recipe), "is_path")
-    return [f"--{name} was {recorded[name]}, and was removed" for name in removed] + [
+    return [f"--{name} was {recorded[name]}, but this flag no longer exists" for name in removed] + [
         f"--{name} was {recorded[name]}, now {value}"
         for name, value in current.items()
         if comparable(recorded[name], name in paths) != comparable(value, name in paths)
@@ -74,7 +76,7 @@ def recipe_differences(recorded: dict[str, Any], recipe: Recipe) -> list[str]:
 
 
 def only_difference(folder: Path, recipe: Recipe, last_step: int | None) -> str:
-    """Return the only flag in which this script's unfinished run differs from the recipe, or ""."""
+    """Describe the only flag in which this script's unfinished run differs from a recipe, or return ""."""
     record = recorded_recipe(folder) or {}
     is_same_script = record.get("script") == script_name() and isinstance(record.get("recipe"), dict)
     if not is_same_script or has_finished(partial(read_json, folder / "result.json"), last_step):
@@ -84,13 +86,13 @@ def only_difference(folder: Path, recipe: Recipe, last_step: int | None) -> str:
 
 
 def why_not_this_run(folder: Path, recipe: Recipe, last_step: int | None) -> str:
-    """Return why the run in a folder is not this run, for example ` (--epochs was 3, now 10)`.
+    """Return the reason why this recipe can't resume the run in a folder, such as `, which is finished`.
 
-    The result is empty for a folder without a run, and for an unfinished run of this recipe.
+    The reason is empty for a folder without a run, and for an unfinished run of this recipe.
     """
     record = recorded_recipe(folder)
     if record is None or not has_trained(folder):
-        return ""  # no run, or a run that trained no step; the checkpoint's recipe is compared later
+        return ""  # No step was trained. The recipe of the checkpoint is compared later
     if reason := why_other_run(record, recipe):
         return reason
     if recipe.resume not in ("auto", record.get("resumed_from")) and not _is_own(folder, recipe.resume):
@@ -100,20 +102,20 @@ def why_not_this_run(folder: Path, recipe: Recipe, last_step: int | None) -> str
 
 
 def check_recipe(location: str, manifest: dict[str, Any], recipe: Recipe) -> None:
-    """Raise ValueError if the checkpoint at `location` (folder or address) belongs to another recipe."""
+    """Raise ValueError if the checkpoint at `location` (a folder or address) has a different recipe."""
     recorded = manifest.get("recipe")
-    differing = "it has none"
+    differing = "the checkpoint contains no recipe"
     if isinstance(recorded, dict):
         differing = "; ".join(recipe_differences(recorded, recipe))
     if differing:
         raise ValueError(
-            f"{location} is of another recipe ({differing}). Give the same flags, or list the flags that may"
-            " differ with --allow_changed"
+            f"{location} belongs to a different recipe ({differing}). Specify the same flags, or list the"
+            " changed flags in --allow_changed"
         )
 
 
 def has_trained(folder: Path) -> bool:
-    """Return True if the run wrote a checkpoint or logged a step."""
+    """Return True if the run in the folder wrote a checkpoint or logged a step."""
     if steps_in(folder / "checkpoints"):
         return True
     return (file := folder / "metrics.jsonl").exists() and any(line.get("step") for line in json_lines(file))
@@ -124,33 +126,34 @@ def has_finished(read: Callable[[], Any], last_step: int | None) -> bool:
 
     Args:
         read: Function that returns the content of result.json.
-        last_step: Last step of the new run. An older run that --max_steps ended before this step does not
-            count as finished. None accepts any step.
+        last_step: Last step of the new run. The function returns False if --max_steps ended the recorded run
+            before this step. If last_step is None, the recorded run may end at any step.
     """
     try:
         result = read()
-        done = result["status"] == "finished" and result.get("uploaded") is not False
-        by_flag = (result.get("stopped_by") or "--max_steps").startswith("--max_steps")
-        return done and (last_step is None or not by_flag or result["steps"] >= last_step)
+        is_complete = result["status"] == "finished" and result.get("uploaded") is not False
+        may_continue = (result.get("stopped_by") or "--max_steps").startswith("--max_steps")
+        has_all_steps = last_step is None or not may_continue or result["steps"] >= last_step
+        return is_complete and has_all_steps
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
 def recorded_recipe(folder: Path) -> dict[str, Any] | None:
-    """Return the content of recipe.json, or None without the file. Raises ValueError if it is unreadable."""
+    """Return the content of recipe.json, or None without that file. Raise ValueError if reading fails."""
     file = folder / "recipe.json"
     try:
         return read_json(file) if file.exists() else None
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is empty or damaged"
+        reason = error.strerror if isinstance(error, OSError) else "the file is empty or damaged"
         raise ValueError(
-            f"{file} can't be read ({reason}), so the recipe of the run in {folder} is unknown. Remove that"
-            " file to continue from the newest checkpoint, or move the folder away to start a new run"
+            f"{file} can't be read ({reason}), so the recipe of the run in {folder} is unknown. Delete the"
+            " file to resume from the newest checkpoint, or move the folder to start a new run"
         ) from None
 
 
 def _is_own(folder: Path, resume: str) -> bool:
-    """Return True if --resume names this folder or its newest checkpoint."""
+    """Return True if --resume specifies the folder of this run or the newest checkpoint in the folder."""
     path, parent = Path(resume).resolve(), folder.resolve() / "checkpoints"
     newest = [parent / step_name(step) for step in steps_in(parent)[:1]]
     return path in (parent.parent, parent, *newest)

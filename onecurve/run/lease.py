@@ -1,9 +1,10 @@
 """Leases a run folder or an S3 prefix, so that only one run uses it at a time.
 
-The owner's record, owner.json, contains a counter that serves as a heartbeat. If the owner was a process on
-this machine and has died, the lease is taken over at once. If the owner ran on another machine, its record is
-first watched for heartbeats, because a lost machine can't remove its record. An earlier round of the same
-elastic job is not watched, because launch.py has ended it.
+The owner stores a record in owner.json. The record contains a counter that serves as a heartbeat. If the
+owner was a process on this machine and has died, a new run takes over the lease immediately. If the owner ran
+on a different machine, the new run first waits for a heartbeat, because a lost machine can't remove the
+record. The new run does not wait for an owner in an earlier round of the same elastic job, because launch.py
+has ended that round.
 """
 
 import contextlib
@@ -23,17 +24,17 @@ from onecurve.system.output import log
 from onecurve.system.processes import is_running, start_ticks
 from onecurve.system.text import redacted
 
-if TYPE_CHECKING:  # at runtime, imported lazily
+if TYPE_CHECKING:  # Imported lazily at runtime
     from onecurve.system.s3 import ObjectStore
 
-HEARTBEAT_S = 20
-WATCH_S = 65  # seconds without a heartbeat after which an owner on another machine is considered dead
-RELEASE_S = 5
-RECORD = "owner.json"
+HEARTBEAT_S = 20  # Seconds between heartbeats of an owner
+WATCH_S = 65  # Seconds without a heartbeat after which an owner on a different machine is considered dead
+RELEASE_S = 5  # Maximum number of seconds that release() waits
+RECORD = "owner.json"  # Name of the file that contains the owner's record
 
 
 class AlreadyOwned(ValueError):
-    """Raised when a folder or prefix has a live owner. `record` is the content of its owner.json."""
+    """Error for a folder or S3 prefix that has a live owner. `record` is the content of owner.json."""
 
     def __init__(self, message: str, record: dict[str, Any]):
         super().__init__(message)
@@ -41,9 +42,9 @@ class AlreadyOwned(ValueError):
 
 
 class FolderRecord:
-    """Owner's record in a folder. Readers treat an empty record as the record of another machine.
+    """Owner's record in a folder. Readers assume that an empty record belongs to a different machine.
 
-    flag: Flag with which a user selects another folder.
+    The attribute `flag` is the flag with which a user selects a different folder.
     """
 
     flag = "--output_dir"
@@ -52,13 +53,13 @@ class FolderRecord:
         self.name, self.path = str(folder), folder / RECORD
 
     def create(self, text: str) -> bool:
-        """Create the record. Returns False if a record already exists."""
+        """Create the record. Return False if a record already exists."""
         try:
             with open(self.path, "x") as file:
                 file.write(text)
         except FileExistsError:
             return False
-        except OSError:  # for example a full disk
+        except OSError:  # The disk may be full
             self.path.unlink(missing_ok=True)
             raise
         return True
@@ -73,13 +74,16 @@ class FolderRecord:
         write_text(self.path, text)
 
     def remove(self, text: str) -> None:
-        """Remove the record by renaming it. Only one process can succeed, and newer records remain."""
-        aside = self.path.with_name(f".{RECORD}.{secrets.token_hex(4)}")
+        """Remove the record by renaming its file, so that only one process can remove the record.
+
+        Keep a newer record.
+        """
+        renamed_path = self.path.with_name(f".{RECORD}.{secrets.token_hex(4)}")
         with contextlib.suppress(FileNotFoundError):
-            self.path.rename(aside)
-            if (newer := aside.read_text()) != text:
-                self.create(newer)
-            aside.unlink()
+            self.path.rename(renamed_path)
+            if (newer_text := renamed_path.read_text()) != text:
+                self.create(newer_text)
+            renamed_path.unlink()
 
 
 class PrefixRecord:
@@ -109,21 +113,22 @@ Record = FolderRecord | PrefixRecord
 
 
 class Lease:
-    """Ownership of a record, from the constructor to release().
+    """Lease on a folder or S3 prefix. The constructor acquires the lease, and release() ends the lease.
 
     Args:
-        store: Location of the record.
-        heartbeat: Function that is called about every second while another machine's record is watched.
+        store: Record of the folder or S3 prefix.
+        heartbeat: Function that is called about every second while the constructor waits for the heartbeat of
+            an owner on a different machine.
         details: Additional entries for the record.
 
     Raises:
-        AlreadyOwned: The owner is alive. The message names the owner's host, process and start time.
+        AlreadyOwned: If the owner is alive. The message names the owner's host, process and start time.
     """
 
     def __init__(self, store: Record, heartbeat: Callable[[], None], details: dict[str, Any] | None = None):
         self.store = store
         self.record = {**(details or {}), **_this_process(), "id": secrets.token_hex(8), "beat": 0}
-        self.lost: str | None = None  # message, set once another run has taken over
+        self.lost: str | None = None  # Message that is set when a different run has taken over
         while not store.create(json.dumps(self.record)):
             _wait_for_end(store, heartbeat)
         self.released = threading.Event()
@@ -131,23 +136,27 @@ class Lease:
         self.thread.start()
 
     def check(self) -> str | None:
-        """Read the record again. Returns a message if another run has taken over, or else None."""
-        text = self.store.read()
-        if text is None:  # a user removed the record, or a run took over while this process was suspended
+        """Read the record again. Return a message if a different run has taken over, or None."""
+        record_text = self.store.read()
+        if (
+            record_text is None
+        ):  # A user removed the record, or a run took over while this process was suspended
             self.lost = (
-                f"{self.store.name} has no {RECORD} any more. It was removed, or another run used the folder"
+                f"{self.store.name} no longer contains {RECORD}. A user deleted this file, or another run"
+                f" used {self.store.name}"
             )
-        elif (owner := _parsed(text)).get("id") != self.record["id"]:
-            self.lost = f"{self.store.name} was taken over by {_who(owner)}"
+        elif (owner := _parsed(record_text)).get("id") != self.record["id"]:
+            self.lost = f"{self.store.name} was taken over by {_owner_in_words(owner)}"
         return self.lost
 
     def release(self) -> None:
-        """Stop the heartbeats and remove the record. Waits at most RELEASE_S seconds."""
+        """Stop the heartbeats and remove the record. Wait at most RELEASE_S seconds for both steps."""
         self.released.set()
         self.thread.join(RELEASE_S)
 
     def _keep_alive(self) -> None:
-        # Checkpoints report a full disk. The mirror reports errors of the store (StoreError, a ValueError).
+        # Errors are ignored here, because checkpoints report a full disk, and the mirror reports errors of
+        # the S3 store (StoreError, a ValueError).
         while not self.released.wait(HEARTBEAT_S) and not self.lost:
             with contextlib.suppress(OSError, ValueError):
                 if not self.check():
@@ -159,49 +168,52 @@ class Lease:
 
 
 def is_owned(folder: Path, silent_s: float = WATCH_S) -> bool:
-    """Return True if the record in a run folder indicates a live owner. The record is not watched.
+    """Return True if the record in a run folder indicates a live owner, without waiting for a heartbeat.
 
-    silent_s: Seconds without a heartbeat after which an owner on another machine is considered dead.
+    An owner on a different machine is considered dead after `silent_s` seconds without a heartbeat.
     """
     with contextlib.suppress(OSError):
-        record, (job, number) = _parsed(FolderRecord(folder).read()), job_round()
+        record, (job, current_round) = _parsed(FolderRecord(folder).read()), job_round()
         if record.get("machine") == _machine():
             return is_running(record.get("pid", 0), record.get("start_ticks"))
-        is_earlier_round = record.get("job") == job and record.get("round") in range(number)
+        is_earlier_round = record.get("job") == job and record.get("round") in range(current_round)
         return not is_earlier_round and time.time() - (folder / RECORD).stat().st_mtime < silent_s
     return False
 
 
 def _wait_for_end(store: Record, heartbeat: Callable[[], None]) -> None:
-    """Wait until the record is gone, or remove a dead owner's record. Otherwise, raise AlreadyOwned."""
-    text = store.read()
-    if text is None:
+    """Wait until the record is removed, or remove the record of a dead owner.
+
+    Raise AlreadyOwned if the owner is alive.
+    """
+    record_text = store.read()
+    if record_text is None:
         return
-    record, (job, number) = _parsed(text), job_round()
-    owner = _who(record)
+    record, (job, current_round) = _parsed(record_text), job_round()
+    owner = _owner_in_words(record)
     refusal = AlreadyOwned(
-        f"{store.name} is in use by {owner}. Stop that run, or choose another {store.flag}", record
+        f"{store.name} is in use by {owner}. Stop that process, or choose a different {store.flag}", record
     )
     if record.get("machine") == _machine():
         if is_running(record.get("pid", 0), record.get("start_ticks")):
             raise refusal
-    elif record.get("job") != job or record.get("round") not in range(number):
-        log.info(f"{store.name} is leased by {owner}: waiting {WATCH_S} s for its next heartbeat")
-        until = time.monotonic() + WATCH_S
-        while time.monotonic() < until:
+    elif record.get("job") != job or record.get("round") not in range(current_round):
+        log.info(f"{store.name} is leased by {owner}. Waiting up to {WATCH_S} s for a heartbeat of the owner")
+        deadline = time.monotonic() + WATCH_S
+        while time.monotonic() < deadline:
             heartbeat()
             time.sleep(1)
             newer_text = store.read()
             if newer_text is None:
                 return
-            if newer_text != text:
+            if newer_text != record_text:
                 raise refusal
-    log.info(f"{store.name} was left by {owner}, which is dead: taken over")
-    store.remove(text)
+    log.info(f"taking over {store.name}, because {owner} has ended")
+    store.remove(record_text)
 
 
 def _this_process() -> dict[str, Any]:
-    job, number = job_round()
+    job, current_round = job_round()
     return {
         "host": socket.gethostname(),
         "machine": _machine(),
@@ -209,21 +221,22 @@ def _this_process() -> dict[str, Any]:
         "start_ticks": start_ticks(os.getpid()),
         "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "job": job,
-        "round": number,
+        "round": current_round,
     }
 
 
 def _machine() -> str:
-    """Identify this machine, the machine's current boot and this container's pid namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    space = Path("/proc/self/ns/pid")
-    booted = boot.read_text().strip() if boot.exists() else ""
-    return f"{booted} {os.readlink(space) if space.exists() else ''}"
+    """Return an identifier of the machine's current boot and of this container's pid namespace."""
+    boot_file = Path("/proc/sys/kernel/random/boot_id")
+    namespace_link = Path("/proc/self/ns/pid")
+    boot_id = boot_file.read_text().strip() if boot_file.exists() else ""
+    namespace = os.readlink(namespace_link) if namespace_link.exists() else ""
+    return f"{boot_id} {namespace}"
 
 
-def _who(record: dict[str, Any]) -> str:
+def _owner_in_words(record: dict[str, Any]) -> str:
     host, pid, since = (redacted(str(record.get(key, "unknown"))) for key in ("host", "pid", "since"))
-    return f"process {pid} on host {host} since {since}"
+    return f"process {pid} on host {host} (started {since})"
 
 
 def _parsed(text: str | None) -> dict[str, Any]:

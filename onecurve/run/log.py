@@ -1,4 +1,4 @@
-"""Logs a run in progress to metrics.jsonl, samples.jsonl, the trackers and the terminal."""
+"""Logs the progress of a run to metrics.jsonl, samples.jsonl, trackers and the terminal."""
 
 import contextlib
 import json
@@ -17,25 +17,25 @@ from onecurve.run.predictions import Predictions
 from onecurve.run.schemas import Mark, MetricsLine, RecipeFile
 from onecurve.run.state import RunState
 from onecurve.system.env import EVENTS_FILE, report
-from onecurve.system.files import check_regular, read_lines, write_json, write_text
+from onecurve.system.files import check_regular, not_written, read_lines, write_json, write_text
 from onecurve.system.progress import TrainingProgress
 from onecurve.system.text import shortened
 
-if TYPE_CHECKING:  # at runtime, imported lazily
+if TYPE_CHECKING:  # Imported lazily at runtime
     from onecurve.run.trackers import Trackers
 
 
 class RunLog:
-    """Log of the main process. After a failed write, `problem` contains the message for all processes.
+    """Log of a run on the main process. After a failed write, `problem` contains a message for all processes.
 
-    The constructor removes lines that were written after the run's step.
+    The constructor removes log lines of steps after the step in `state`.
 
     Args:
-        folder: The run's folder.
-        recipe: The run's recipe.
-        manifest: Content of recipe.json, without the tracker ids.
+        folder: Folder of the run.
+        recipe: Recipe of the run.
+        manifest: Content of recipe.json without the tracker ids.
         state: State at which the run starts or resumes.
-        steps: Steps of the run.
+        steps: Training steps of the run.
     """
 
     trackers: "Trackers | None" = None
@@ -43,16 +43,17 @@ class RunLog:
     def __init__(self, folder: Path, recipe: Recipe, manifest: RecipeFile, state: RunState, steps: Steps):
         self.folder, self.state, self.steps_per_epoch = folder, state, steps.per_epoch
         self.problem: str | None = None
-        self.scalars: dict[str, float | Tensor] = {}  # values from the script for the next line of the log
-        self.val_images: list[int] = []  # number of images of each class in the last evaluation
-        self.report_at = 0.0 if EVENTS_FILE in os.environ else math.inf  # on the clock of time.monotonic()
+        self.scalars: dict[str, float | Tensor] = {}  # Values from the script for the next log line
+        self.val_images: list[int] = []  # Number of images per class in the last evaluation
+        # Value of time.monotonic() after which the next step is reported to launch.py
+        self.report_at = 0.0 if EVENTS_FILE in os.environ else math.inf
         metrics, samples = folder / "metrics.jsonl", folder / "samples.jsonl"
-        kept = _keep_lines(metrics, state)
-        if samples.is_symlink():  # the link's target may not belong to the run
+        kept_lines = _remove_later_lines(metrics, state)
+        if samples.is_symlink():  # The target of the link may not belong to the run
             samples.unlink()
         if recipe.log_samples and samples.exists():
-            _cut(samples, state.step)
-        marks = [line for line in kept if {"interrupted_at", "resumed_at"} & set(line)]
+            _truncate_after(samples, state.step)
+        marks = [line for line in kept_lines if {"interrupted_at", "resumed_at"} & set(line)]
         self.was_interrupted = bool(marks) and "interrupted_at" in marks[-1]
         if "none" not in recipe.trackers:
             from onecurve.run.trackers import Trackers
@@ -65,11 +66,11 @@ class RunLog:
         self.progress = TrainingProgress(recipe.epochs, state.step, steps.last, recipe.unit, val_name)
 
     def tracker_ids(self) -> dict[str, str]:
-        """Return the ids that the trackers add to recipe.json and to the run's state."""
+        """Return the tracker ids that are stored in recipe.json and in the state of the run."""
         return self.trackers.ids() if self.trackers else {}
 
     def end_step(self) -> None:
-        """Report the step to launch.py (at most once per second), and log the end of an interruption."""
+        """Report the step to launch.py at most once per second, and log the end of an interruption."""
         if time.monotonic() > self.report_at:
             self.report_at = time.monotonic() + 1
             report("step", step=self.state.step)
@@ -78,7 +79,10 @@ class RunLog:
             self.was_interrupted = False
 
     def write(self, values: dict[str, float], telemetry: dict[str, float] | None = None) -> None:
-        """Log a line with these values and the script's finite scalars. Only trackers receive telemetry."""
+        """Log a line with the values and the script's finite scalars.
+
+        Only the trackers receive the telemetry.
+        """
         scalars, self.scalars = self.scalars, {}
         values = {name: float(value) for name, value in scalars.items() if math.isfinite(value)} | values
         line = self.write_mark(values)
@@ -95,16 +99,17 @@ class RunLog:
     ) -> None:
         """Log a line of metrics and, for a model with classes, write confusion.json.
 
-        The test metrics of the best weights appear in a line for the last step. For these metrics,
-        confusion.json also contains the number of validation images of each class.
+        The line with the test metrics of the best weights belongs to the last step. With test metrics,
+        confusion.json also contains the number of validation images per class.
 
         Args:
-            prefix: `val` or `test`, the first part of the metric names.
-            metrics: Metrics returned by evaluate().
+            prefix: First part of the metric names, either `val` or `test`.
+            metrics: Metrics that evaluate() returned.
             predictions: Predictions from the evaluation.
-            subject: Entries for confusion.json that describe what was evaluated, for example `step`.
+            subject: Entries for confusion.json that describe the evaluated weights and images, such as
+                `step`.
         """
-        self.write({f"{prefix}/{name}": v for name, v in metrics.items() if name != "images"})
+        self.write({f"{prefix}/{name}": value for name, value in metrics.items() if name != "images"})
         if not (confusion := predictions.as_json()):
             return
         if "confusion" in confusion:
@@ -119,20 +124,23 @@ class RunLog:
             self._set_problem("confusion.json", error)
 
     def write_samples(self, per_rank: list[list[int]], share: int) -> None:
-        """Log a line for each of the last steps, with the step's sample ids in the order of the whole batch.
+        """Log a line per step that contains the sample ids of the step in the order of the whole batch.
 
         Args:
-            per_rank: For each process, the sample ids of all these steps.
+            per_rank: For each process, the sample ids of all steps to log. The last of these steps is the
+                current step.
             share: Number of sample ids per process and step.
         """
         assert self.samples
-        count = len(per_rank[0]) // share
-        for i in range(count):
-            ids = [sample for rank_ids in per_rank for sample in rank_ids[i * share : (i + 1) * share]]
-            self._write_line(self.samples, {"step": self.state.step - count + i + 1, "samples": ids})
+        steps = len(per_rank[0]) // share
+        first_step = self.state.step - steps + 1
+        for index in range(steps):
+            of_step = slice(index * share, (index + 1) * share)
+            ids = [sample for rank_ids in per_rank for sample in rank_ids[of_step]]
+            self._write_line(self.samples, {"step": first_step + index, "samples": ids})
 
     def close(self, failed: bool) -> None:
-        """Close files and trackers. Ignores a full disk. Further calls have no effect."""
+        """Close the files and trackers, even if the disk is full. Further calls have no effect."""
         for file in (self.metrics, self.samples):
             with contextlib.suppress(OSError):
                 if file:
@@ -143,19 +151,19 @@ class RunLog:
                 trackers.finish(failed)
 
     def write_mark(self, values: Mark | dict[str, float]) -> dict[str, Any]:
-        """Write a line with an event or metrics only to metrics.jsonl, and return the line."""
+        """Write a line with an event or metrics to metrics.jsonl, but not to trackers. Return the line."""
         step = self.state.step
-        base: MetricsLine = {
+        common: MetricsLine = {
             "step": step,
             "epoch": step / self.steps_per_epoch,
             "wall_s": self.state.wall_now_s(),
         }
-        line = {**base, **values}
+        line = {**common, **values}
         self._write_line(self.metrics, line)
         return line
 
     def _write_line(self, file: TextIO, line: dict[str, Any]) -> None:
-        if file.closed:  # a signal arrived during the upload at the end of the run
+        if file.closed:  # A signal arrived during the upload at the end of the run
             return
         try:
             file.write(json.dumps(line) + "\n")
@@ -163,55 +171,62 @@ class RunLog:
             self._set_problem(file.name, error)
 
     def _set_problem(self, file: str, error: OSError) -> None:
-        self.problem = self.problem or (
-            f"{file} can't be written: {error.strerror or error}. Make room: the same command continues with"
-            " the newest checkpoint"
-        )
+        self.problem = self.problem or str(not_written(Path(file).name, self.folder, error))
 
 
 def change_of_hosts(writer: dict[str, Any], manifest: RecipeFile) -> Mark:
-    """Return the previous and current numbers of hosts and processes, or {} if equal or unknown.
+    """Return the previous and current numbers of hosts and processes, or {} if the numbers have not changed.
+
+    The result is also {} if the previous numbers are unknown.
 
     Args:
-        writer: `written_by` from the manifest of the checkpoint from which the run resumes.
+        writer: Entry `written_by` in the manifest of the checkpoint from which the run resumes.
         manifest: Content of recipe.json at this start.
     """
-    before = len(writer.get("hosts", ())), writer.get("processes", 0)
-    now = len(manifest["hosts"]), len(manifest["devices"])
-    if before == now or not all(before):
+    hosts_before, processes_before = len(writer.get("hosts", ())), writer.get("processes", 0)
+    hosts, processes = len(manifest["hosts"]), len(manifest["devices"])
+    is_known = all((hosts_before, processes_before))
+    if not is_known or (hosts, processes) == (hosts_before, processes_before):
         return {}
-    return {"hosts": now[0], "processes": now[1], "hosts_before": before[0], "processes_before": before[1]}
+    return {
+        "hosts": hosts,
+        "processes": processes,
+        "hosts_before": hosts_before,
+        "processes_before": processes_before,
+    }
 
 
-def _keep_lines(file: Path, state: RunState) -> list[dict[str, Any]]:
-    """Remove the lines written after the state was saved, and return the remaining lines."""
-    kept = [line for line in read_lines(file) if _was_before(line, state)]
-    write_text(file, "".join(json.dumps(line) + "\n" for line in kept))
-    return kept
+def _remove_later_lines(file: Path, state: RunState) -> list[dict[str, Any]]:
+    """Remove the lines that were written after the state was saved, and return the remaining lines."""
+    kept_lines = [line for line in read_lines(file) if _was_before(line, state)]
+    write_text(file, "".join(json.dumps(line) + "\n" for line in kept_lines))
+    return kept_lines
 
 
-def _cut(file: Path, step: int) -> None:
-    """Truncate a file of lines, sorted by step, after the given step. The file may be gigabytes long."""
+def _truncate_after(file: Path, step: int) -> None:
+    """Remove the lines after a step from a file that is sorted by step and may contain gigabytes."""
     check_regular(file)
-    with open(file, "r+b") as lines:
-        end = 0
-        for line in lines:
-            begin = re.match(rb'{"step": (\d+),', line)
-            if not (begin and int(begin[1]) <= step and line.endswith(b"\n")):
-                lines.truncate(end)
+    with open(file, "r+b") as opened:
+        kept_bytes = 0
+        for line in opened:
+            match = re.match(rb'{"step": (\d+),', line)
+            if not (match and int(match[1]) <= step and line.endswith(b"\n")):
+                opened.truncate(kept_bytes)
                 break
-            end += len(line)
+            kept_bytes += len(line)
 
 
 def _was_before(line: dict[str, Any], state: RunState) -> bool:
     """Return True if the line was written before the state was saved.
 
-    The result is False for host changes at the state's step and for evaluations that will be repeated,
-    because the log will contain these lines again.
+    The function returns False for a line that the resumed run writes again, such as a change of hosts at the
+    step of the state or an evaluation that will be repeated.
     """
     step = line.get("step", math.inf)
     if type(step) not in (int, float):
-        raise ValueError(f"metrics.jsonl has a line with the step {shortened(repr(step))}. Remove that line")
+        raise ValueError(
+            f"metrics.jsonl contains a line with the invalid step {shortened(repr(step))}. Delete this line"
+        )
     is_repeated = "hosts" in line or "test/loss" in line or ("val/loss" in line and not state.evaluated)
     is_written_again = step == state.step and is_repeated
     return step <= state.step and not is_written_again

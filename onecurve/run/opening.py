@@ -1,4 +1,4 @@
-"""Opens a run: its folder, resume point, record, log, saver and telemetry."""
+"""Opens a run and restores the newest checkpoint of the run."""
 
 import contextlib
 import dataclasses
@@ -45,28 +45,30 @@ from onecurve.system.processes import parents
 from onecurve.system.text import some_of
 from onecurve.system.threads import Heartbeat
 
-VAL_CHOSEN = "a hash of their ids"  # the way in which --max_val_images chooses images
+# Method by which --max_val_images chooses images, as recorded in recipe.json
+VAL_CHOSEN = "a hash of their ids"
 
 
 @dataclass
 class Opening:
-    """Parts of a run that is being opened. open() restores the newest checkpoint, if one exists."""
+    """Components of a run that is being opened. open() restores the newest checkpoint if the run has one."""
 
     accelerator: JobAccelerator
     recipe: Recipe
     batch: Batch
     steps: Steps
     training: TrainingState
-    source: str  # identity of the data; changes if the content of the data changes
+    source: str  # Identity of the data, which changes if the content of the data changes
     classes: tuple[str, ...]
-    cropped: bool | None = None  # True if images stay encoded and are cropped
-    # The model's preprocessing; after open(), the run's preprocessing. None if the script decides.
+    cropped: bool | None = None  # True if the images stay encoded and are cropped
+    # Preprocessing of the model before open(), and of the run after open(). None if the script determines the
+    # preprocessing.
     preprocessing: DataConfig | None = dataclasses.field(default=None, kw_only=True)
-    run_folder: RunFolder | None = None  # main process only
-    record: MainRecord | None = None  # main process only
+    run_folder: RunFolder | None = None  # None except on the main process
+    record: MainRecord | None = None  # None except on the main process
 
     def open(self) -> Ranks:
-        """Open the run. If an error occurs, release the run's folder. Collective."""
+        """Open the run. Release the folder of the run if opening fails. All ranks must call this method."""
         from onecurve.telemetry.sampling import Telemetry, this_process
 
         accelerator, recipe, training = self.accelerator, self.recipe, self.training
@@ -79,17 +81,17 @@ class Opening:
             self.preprocessing = preprocessing and data_config(preprocessing)
             path, mirror = (run_folder.path, run_folder.mirror) if run_folder else (None, None)
             steps = dataclasses.replace(self.steps, first=state.step)
-            if state.step:  # resumed from a checkpoint
+            if state.step:  # The run resumes from a checkpoint
                 training.restore(
                     run_folder.checkpoint if run_folder else None, state.scalars(), has_optimizer
                 )
             hosts = list(dict.fromkeys(process.host for process in processes))
             recipe_file = self._recipe_file(hosts, [process.device for process in processes])
-            manifest, lost = (
-                self._manifest(recipe_file),
-                run_folder.leases[0].check if run_folder else lambda: None,
+            manifest = self._manifest(recipe_file)
+            check_lease = run_folder.leases[0].check if run_folder else lambda: None
+            saver = Saver(
+                training, path, manifest, recipe.keep_every, mirror, saved_step or None, check_lease
             )
-            saver = Saver(training, path, manifest, recipe.keep_every, mirror, saved_step or None, lost)
             start = self._start_line(recipe_file, steps, state, has_optimizer)
             begin_log = partial(self._start_log, recipe_file, start, steps, state, saver)
             once(accelerator, "log", begin_log, recipe.timeout_s)
@@ -102,24 +104,25 @@ class Opening:
             self._report_start(exchange, state.step)
             meter = Meter(accelerator, self.batch, recipe.log_samples)
             meter.resume(state, rank)
-            parts = meter, Predictions(self.classes), saver, exchange
-            return Ranks(recipe, steps, state, *parts, self.record, saved_step)
+            predictions = Predictions(self.classes)
+            return Ranks(recipe, steps, state, meter, predictions, saver, exchange, self.record, saved_step)
         except BaseException:
             if self.run_folder:
                 self.run_folder.release()
             raise
 
     def _find_resume_point(self, heartbeat: Heartbeat) -> list[Any]:
-        """Open the run's folder and find the state to resume from. Main process only.
+        """Open the run folder and find the state from which the run resumes. Called on the main process.
 
         Returns:
-            The state as JSON, which is empty at step 0; the state's step, or 0 if the state is from another
-            run; True if the optimizer's state is restored; the folder; the steps of the checkpoints in the
-            folder; and the preprocessing.
+            The state as JSON (empty at step 0), the step of the state (0 if the state belongs to a different
+            run), True if the optimizer state is restored, the folder, the steps of the checkpoints in the
+            folder, and the preprocessing.
 
         Raises:
-            ValueError: The checkpoint belongs to other data, another model or another optimizer, or its step
-                is after the run's last step. Also raised after too many restarts without a new checkpoint.
+            ValueError: If the checkpoint belongs to different data, a different model or a different
+                optimizer, if the step of the checkpoint is after the last step of the run, or if the launcher
+                restarted the job too often without a new checkpoint.
         """
         name = run_name(self.accelerator, self.recipe, self.batch)
         self.run_folder = run_folder = RunFolder(self.recipe, name, self.steps.last, heartbeat)
@@ -128,15 +131,17 @@ class Opening:
             state, has_optimizer = self._from_checkpoint(checkpoint, run_folder.is_new)
         count_restarts(run_folder.path, state.step)
         if checkpoint:
-            log.info(f"continuing at step {checkpoint.step:,} with {checkpoint.folder}")
+            log.info(f"continuing at step {checkpoint.step:,} with the checkpoint {checkpoint.folder}")
         preprocessing = self._preprocessing(checkpoint.manifest if checkpoint else None)
-        own_step, steps = 0 if run_folder.is_new else state.step, steps_in(run_folder.path / "checkpoints")
-        return [state.to_json(), own_step, has_optimizer, str(run_folder.path), steps, preprocessing]
+        saved_step = 0 if run_folder.is_new else state.step
+        saved_steps = steps_in(run_folder.path / "checkpoints")
+        return [state.to_json(), saved_step, has_optimizer, str(run_folder.path), saved_steps, preprocessing]
 
     def _preprocessing(self, manifest: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return the checkpoint's preprocessing as changed by flags, or else the model's preprocessing.
+        """Return the preprocessing of the checkpoint with the changes that flags specify.
 
-        Checkpoints from earlier versions do not record the preprocessing, because the scripts determined it.
+        Without a checkpoint, the function returns the preprocessing of the model. In earlier versions, the
+        scripts determined the preprocessing, so their checkpoints do not contain a preprocessing.
         """
         model_config = self.preprocessing
         if model_config is None or manifest is None:
@@ -144,77 +149,85 @@ class Opening:
         recorded = {"mean": model_config.mean, "std": model_config.std} | manifest.get("preprocessing", {})
         run_config = data_config(recorded, self.recipe)
         if run_config != model_config:
-            log.info(f"preprocessing: the run keeps {run_config}, although the model now has {model_config}")
+            log.info(
+                f"the run keeps its preprocessing ({run_config}), although the model now has {model_config}"
+            )
         return run_config.to_json()
 
     def _refuse_older(self, folder: str, steps: list[int], hosts: list[str]) -> None:
-        """Raise ValueError if another host's disk has newer checkpoints. Collective.
+        """Raise ValueError if a different host stores newer checkpoints than rank 0.
 
-        With c10d, the host whose name sorts first becomes rank 0, so a newly joined host may become rank 0.
+        All ranks must call this method. The c10d rendezvous assigns rank 0 to the host whose name sorts
+        first, so a newly joined host may become rank 0.
 
         Args:
-            folder: The run's folder.
-            steps: Steps of the checkpoints on rank 0's disk.
-            hosts: Host of each rank.
+            folder: Folder of the run.
+            steps: Training steps at which rank 0's disk contains a checkpoint.
+            hosts: Name of each rank's host.
         """
-        unknown_steps = set(steps_in(Path(folder) / "checkpoints")) - set(steps)
-        newest = gather_object([max(unknown_steps, default=-1)])
-        if (step := max(newest)) > max(steps, default=-1) and not self.recipe.s3:
+        steps_not_on_rank_0 = set(steps_in(Path(folder) / "checkpoints")) - set(steps)
+        newest_by_rank = gather_object([max(steps_not_on_rank_0, default=-1)])
+        if (step := max(newest_by_rank)) > max(steps, default=-1) and not self.recipe.s3:
             raise ValueError(
-                f"{hosts[newest.index(step)]} has the run's checkpoint of step {step:,} in {folder}, but"
-                f" {hosts[0]}, with rank 0, lacks it. Copy the folder there, share it, or give --s3. A new"
-                " run needs another --output_dir"
+                f"host {hosts[newest_by_rank.index(step)]} stores the run's checkpoint of step {step:,} in"
+                f" {folder}, but host {hosts[0]}, which runs rank 0, does not. Copy the folder to {hosts[0]},"
+                " use a shared folder, or specify --s3. To start a new run, choose a different --output_dir"
             )
 
     def _from_checkpoint(self, checkpoint: Checkpoint, is_new: bool) -> tuple[RunState, bool]:
-        """Return the checkpoint's state, and True if the optimizer's state is restored.
+        """Return the state in the checkpoint, and True if the optimizer state is restored.
 
-        is_new: True if the checkpoint is from another run.
+        `is_new` is True if the checkpoint belongs to a different run.
         """
         recipe, steps, manifest = self.recipe, self.steps, checkpoint.manifest
-        before, was_cropped = manifest.get("data"), manifest.get("cropped", self.cropped)
-        is_other = before != self.source or was_cropped != self.cropped
-        if (
-            before != self.source and "data" not in recipe.allow_changed
-        ):  # the state's sample ids must refer to the same images
+        trained_on, was_cropped = manifest.get("data"), manifest.get("cropped", self.cropped)
+        has_changed = trained_on != self.source or was_cropped != self.cropped
+        # The sample ids in the state must refer to the same images.
+        if trained_on != self.source and "data" not in recipe.allow_changed:
             raise ValueError(
-                f"{checkpoint.folder} was trained on {before}, but --data {recipe.data} is now {self.source}."
-                " Give the previous data, or --allow_changed data"
+                f"{checkpoint.folder} was trained on {trained_on}, but --data {recipe.data} is now"
+                f" {self.source}. Specify the previous data, or add --allow_changed data"
             )
-        if is_other and "data" not in recipe.allow_changed:
+        if has_changed and "data" not in recipe.allow_changed:
             old, new = ("cropped", "whole") if was_cropped else ("whole", "cropped")
             raise ValueError(
-                f"{checkpoint.folder} was trained on images that were {old}, because an earlier version chose"
-                f" by the free memory. Now they are {new}. Give --allow_changed data to continue with these"
+                f"{checkpoint.folder} was trained on {old} images, because an earlier version of the code"
+                " chose whole or cropped images by the amount of free memory. This version uses"
+                f" {new} images. Add --allow_changed data to continue with {new} images"
             )
         self.training.check(checkpoint)
-        if line := self.training.match(checkpoint).describe(recipe.data, str(checkpoint.folder)):
-            log.info(f"{line} The head's rows and their state follow the names")
+        if class_changes := self.training.match(checkpoint).describe(recipe.data, str(checkpoint.folder)):
+            log.info(
+                f"{class_changes} The rows of the classification head and their state are reordered by class"
+                " name"
+            )
         state = RunState.read(checkpoint)
         has_optimizer = _has_optimizer(checkpoint, state, self.training, recipe)
-        if (at := checkpoint.step) > steps.last:
+        if checkpoint.step > steps.last:
             raise ValueError(
-                f"--max_steps {steps.last}: {checkpoint.folder} is at step {at:,} already. Give more steps"
+                f"--max_steps {steps.last}: {checkpoint.folder} is already at step {checkpoint.step:,}."
+                " Specify a larger number of steps"
             )
         for change in _changes(checkpoint, self.training, recipe):
             log.info(change)
-        current = json.loads(json.dumps(recipe_part(recipe)))  # converts values to the types in a manifest
-        recorded, measuring = manifest["recipe"], flags_where(type(recipe), "measures_best")
-        is_other = is_other or any(recorded.get(name, current[name]) != current[name] for name in measuring)
-        if is_new or is_other:  # the best evaluation is from another run, or is not comparable
+        current = json.loads(json.dumps(recipe_part(recipe)))  # Converts each value to its type in a manifest
+        recorded, evaluation_flags = manifest["recipe"], flags_where(type(recipe), "measures_best")
+        differing = [name for name in evaluation_flags if recorded.get(name, current[name]) != current[name]]
+        is_comparable = not (has_changed or differing)
+        if is_new or not is_comparable:  # The best evaluation belongs to a different run or is not comparable
             reset: dict[str, Any] = {"best": {}, "stale": 0, "stopped": False}
             state = dataclasses.replace(state, evaluated=False, **reset)
         if is_new:
             state = dataclasses.replace(state, wandb_id=None, wandb_url=None)
-        elif is_other:
-            log.info("the best result is reset, because data or flags of the evaluation have changed")
-        if at == steps.last or state.is_over(recipe.patience):
-            # Only the end of the run is missing. The pictures drawn at the end require an evaluation.
+        elif not is_comparable:
+            log.info("the best result is reset, because the data or the flags of the evaluation have changed")
+        if checkpoint.step == steps.last or state.is_over(recipe.patience):
+            # If only the end of the run is missing, evaluate again, because the plots need predictions.
             state = dataclasses.replace(state, evaluated=False)
         return state, has_optimizer
 
     def _recipe_file(self, hosts: list[str], devices: list[str]) -> RecipeFile:
-        """Return the content of recipe.json. `devices`: the device of each rank."""
+        """Return the content of recipe.json. `devices` contains the device name of each rank."""
         accelerator, recipe = self.accelerator, self.recipe
         recipe_file: RecipeFile = {
             "script": script_name(),
@@ -246,19 +259,22 @@ class Opening:
         return recipe_file
 
     def _manifest(self, recipe_file: Mapping[str, object]) -> dict[str, Any]:
-        """Return the part of a checkpoint's manifest that describes the run."""
+        """Return the entries of a checkpoint's manifest that describe the run."""
         names = ("script", "strategy", "version", "git_commit", "versions", "hosts", "val_chosen")
         writer = {name: recipe_file[name] for name in names} | dataclasses.asdict(self.accelerator.precision)
         writer |= {"processes": self.batch.processes, "deterministic": self.recipe.deterministic}
         manifest: dict[str, Any] = {"recipe": recipe_part(self.recipe), "data": self.source}
-        manifest |= {"classes": self.classes} | ({} if self.cropped is None else {"cropped": self.cropped})
-        manifest |= {"preprocessing": self.preprocessing.to_json()} if self.preprocessing else {}
+        manifest["classes"] = self.classes
+        if self.cropped is not None:
+            manifest["cropped"] = self.cropped
+        if self.preprocessing:
+            manifest["preprocessing"] = self.preprocessing.to_json()
         return manifest | {"written_by": writer} | self.training.about()
 
     def _start_line(
         self, recipe_file: RecipeFile, steps: Steps, state: RunState, has_optimizer: bool
     ) -> StartLine:
-        """Return a line for starts.jsonl, before the comparison with a checkpoint."""
+        """Return a line for starts.jsonl, without the differences from the checkpoint."""
         return {
             **recipe_file,
             "step": state.step,
@@ -279,15 +295,15 @@ class Opening:
         saver: Saver,
         _: Heartbeat,
     ) -> None:
-        """Create the main process's record, with a log that starts at the given state.
+        """Create the record of the main process, with a log that begins at the given state.
 
-        start: Line for starts.jsonl.
+        `start` is the line that is added to starts.jsonl.
         """
         run_folder = self.run_folder
         assert run_folder
         checkpoint = None if run_folder.is_new else run_folder.checkpoint
         with writing("the log", run_folder.path):
-            # Removes, for example, a checkpoint that was downloaded from another run
+            # Remove temporary folders, such as a checkpoint that was downloaded from a different run.
             remove_temporary(run_folder.path / "checkpoints")
             paths = flags_where(type(self.recipe), "is_path")
             add_start(run_folder.path, start, checkpoint.manifest if checkpoint else None, paths)
@@ -296,9 +312,9 @@ class Opening:
             writer = checkpoint.manifest.get("written_by", {}) if checkpoint else {}
             if change := change_of_hosts(writer, recipe_file):
                 run_log.write_mark(change)
-        if run_folder.mirror and checkpoint:  # the checkpoint's upload may have been interrupted
+        if run_folder.mirror and checkpoint:  # The upload of the checkpoint may have been interrupted
             run_folder.mirror.offer(checkpoint.step, state.best_step)
-        log.info(f"run folder {run_folder.path}")
+        log.info(f"the run folder is {run_folder.path}")
         utilisation_values = None
         if isinstance(self.recipe, ImageRecipe):
             from onecurve.telemetry.flops import utilisation
@@ -308,52 +324,60 @@ class Opening:
             )
             self._warn_of_export()
         final: ResultEnd = {"parameters": sum(map(math.prod, self.training.gathering.shapes.values()))}
-        run = self.accelerator, self.recipe, self.batch
-        self.record = MainRecord(*run, steps, state, run_folder, saver, run_log, utilisation_values, final)
+        job_parts = self.accelerator, self.recipe, self.batch
+        self.record = MainRecord(
+            *job_parts, steps, state, run_folder, saver, run_log, utilisation_values, final
+        )
 
     def _warn_of_export(self) -> None:
-        """Warn if export.py would refuse the trained model because code is outside the Model section."""
+        """Warn if export.py would refuse the model because the Model section needs other code."""
         from onecurve.models.script import MOVE, model_section, names_from_above
 
-        file = getattr(sys.modules[type(self.recipe).__module__], "__file__", None)  # None in a notebook
-        # timm can rebuild such a model
+        file = getattr(sys.modules[type(self.recipe).__module__], "__file__", None)
+        # In a notebook, `file` is None. timm can rebuild a model with a pretrained_cfg from its
+        # configuration.
         if file is None or hasattr(self.training.layout.module, "pretrained_cfg"):
             return
         section = model_section(Path(file).read_text())
         if section and (names := names_from_above(section)):
-            log.info(f"warning: export.py will refuse: the Model section needs {some_of(names)}. {MOVE}")
+            log.info(
+                f"warning: export.py will fail, because the Model section needs {some_of(names)}. {MOVE}"
+            )
 
     def _report_start(self, exchange: Exchange, step: int) -> None:
-        """Report the first step to launch.py, and whether all hosts see the run's folder. Collective."""
+        """Report to launch.py the first step of this start, and whether all hosts can read the run folder.
+
+        All ranks must call this method.
+        """
         if EVENTS_FILE not in os.environ:
             return
         file = self.run_folder.path.resolve() / "recipe.json" if self.run_folder else None
         main_file = exchange.poll.gather((file, file.read_bytes()) if file else None)[0]
-        is_shared = all(exchange.poll.gather(_holds(*main_file)))
+        is_shared = all(exchange.poll.gather(_has_content(*main_file)))
         if file:
-            facts = {"folder": str(file.parent), "in_s3": bool(self.recipe.s3), "is_shared": is_shared}
-            report("began", step=step, processes=self.batch.processes, **facts)
+            location = {"folder": str(file.parent), "in_s3": bool(self.recipe.s3), "is_shared": is_shared}
+            report("began", step=step, processes=self.batch.processes, **location)
 
 
-def _holds(file: Path, content: bytes) -> bool:
-    """Return True if the file exists and has this content."""
+def _has_content(file: Path, content: bytes) -> bool:
+    """Return True if the file exists and contains exactly `content`."""
     with contextlib.suppress(OSError):
         return file.read_bytes() == content
     return False
 
 
 def _has_optimizer(checkpoint: Checkpoint, state: RunState, training: TrainingState, recipe: Recipe) -> bool:
-    """Return True if the checkpoint's optimizer state can be restored.
+    """Return True if the optimizer state in the checkpoint can be restored.
 
-    For a state that does not match, return False if --allow_changed permits the change, or else raise
-    ValueError.
+    If the optimizer state does not match, the function returns False if --allow_changed permits a different
+    optimizer, and raises ValueError otherwise.
     """
     try:
         training.optimizer.check(checkpoint, state.scalars(), training.moved_rows(checkpoint))
     except ValueError as problem:
         if "optimizer" not in recipe.allow_changed:
             raise ValueError(
-                f"{problem}. Give that optimizer, or --allow_changed optimizer to reset its state"
+                f"{problem}. Specify the same optimizer, or add --allow_changed optimizer to reset the state"
             ) from None
         log.info(f"the optimizer's state is reset: {problem}")
         return False
@@ -361,61 +385,70 @@ def _has_optimizer(checkpoint: Checkpoint, state: RunState, training: TrainingSt
 
 
 def _changes(checkpoint: Checkpoint, training: TrainingState, recipe: Recipe) -> Iterator[str]:
-    """Yield a message for each permitted change that affects numerical results."""
+    """Yield a message for each permitted change that affects the numerical results."""
     writer = checkpoint.manifest.get("written_by", {})
     if types := changed_types(writer, vars(training.accelerator.precision)):
-        yield f"the checkpoint was computed with other types. From now on: {types}. Losses differ by rounding"
+        yield f"the run now computes with different data types: {types}. Losses change by rounding errors"
     if packages := changed_packages(writer.get("versions"), job.versions(training.accelerator)):
-        yield f"from now on, the run uses {packages}. Losses differ by rounding"
+        yield f"the run now uses {packages}. Losses change by rounding errors"
     if writer.get("deterministic", recipe.deterministic) != recipe.deterministic:
-        now = "deterministic" if recipe.deterministic else "not deterministic"
-        yield f"from now on, the run is {now}. It can't be reproduced bit for bit"
+        mode = "deterministic" if recipe.deterministic else "not deterministic"
+        yield f"the run is now {mode}. The result of the run can't be reproduced bit for bit"
 
 
 def changed_types(writer: dict[str, Any], types: dict[str, Any]) -> str:
-    """Describe how the compute dtypes differ from the checkpoint's dtypes. Weights are always fp32."""
-    changed = (name for name, now in types.items() if writer.get(name, now) != now)
-    return ", ".join(f"{name} {types[name]} (it was {writer[name]})" for name in changed)
+    """Describe the differences in compute dtypes from the checkpoint. Weights are always stored in fp32."""
+    changed = [name for name, dtype in types.items() if writer.get(name, dtype) != dtype]
+    return ", ".join(f"{name} {types[name]} (previously {writer[name]})" for name in changed)
 
 
 def changed_packages(before: dict[str, str] | None, now: dict[str, str]) -> str:
-    """Describe the packages, or the attention kernel, that differ. `before`: None if unknown."""
-    before = now if before is None else before
-    pairs = {name: (before.get(name, "none"), now.get(name, "none")) for name in {**before, **now}}
-    return ", ".join(f"{name} {new} (it was {old})" for name, (old, new) in pairs.items() if old != new)
+    """Describe the packages or attention kernels that differ. `before` is None for unknown versions."""
+    if before is None:
+        return ""
+    versions = {name: (before.get(name, "none"), now.get(name, "none")) for name in {**before, **now}}
+    return ", ".join(
+        f"{name} {version} (previously {old_version})"
+        for name, (old_version, version) in versions.items()
+        if old_version != version
+    )
 
 
 def _defaults(recipe: Recipe) -> dict[str, Any]:
-    """Return the script's default recipe. Defaults that depend on other flags use this recipe's values."""
-    default = type(recipe)()
-    deciding = {name: getattr(recipe, name) for name in flags_where(type(recipe), "decides_defaults")}
-    with_derived = dataclasses.asdict(type(recipe)(**deciding).resolved())
-    return with_derived | {name: getattr(default, name) for name in deciding}
+    """Return the default recipe of the script. Some defaults are derived from flags of the given recipe."""
+    default_recipe = type(recipe)()
+    deciding_flags = {name: getattr(recipe, name) for name in flags_where(type(recipe), "decides_defaults")}
+    with_derived_defaults = dataclasses.asdict(type(recipe)(**deciding_flags).resolved())
+    return with_derived_defaults | {name: getattr(default_recipe, name) for name in deciding_flags}
 
 
 def _command() -> list[str]:
-    """Return the command that the user typed: the outermost launcher's command, or this process's.
+    """Return the command that the user typed, which started the outermost launcher or this process.
 
-    Words before the launcher (sudo, env, a shell) are omitted, because they may contain secrets and pages
-    show the command.
+    The result excludes words before the launcher (sudo, env, a shell), because these words may contain
+    secrets, and pages show the command.
     """
     flags = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
     command = ["python", sys.argv[0], *flags]
     for parent in parents():
-        words = parent.words[1:]
-        names_script = any(Path(word).name == Path(sys.argv[0]).name for word in words)
-        if names_script and words[len(words) - len(flags) :] == flags and parent.launcher(within=3):
+        parent_words = parent.words[1:]
+        contains_script = any(Path(word).name == Path(sys.argv[0]).name for word in parent_words)
+        ends_with_flags = parent_words[len(parent_words) - len(flags) :] == flags
+        if contains_script and ends_with_flags and parent.launcher(within=3):
             is_program = parent.launcher(within=2) not in ("", "launch.py")
-            command = [Path(words[0]).name, *words[1:]] if is_program else ["python", *words]
+            if is_program:
+                command = [Path(parent_words[0]).name, *parent_words[1:]]
+            else:
+                command = ["python", *parent_words]
     return command
 
 
 def _git_commit() -> str | None:
-    """Return the commit of the code, with a + if files were modified, or None outside a repository."""
+    """Return the git commit of the code, followed by + after changes, or None outside a repository."""
     try:
-        git = partial(subprocess.run, capture_output=True, text=True, timeout=10, check=True)
-        commit = git(["git", "-C", ROOT, "rev-parse", "HEAD"]).stdout
-        status = git(["git", "-C", ROOT, "status", "--porcelain"]).stdout
+        run_git = partial(subprocess.run, capture_output=True, text=True, timeout=10, check=True)
+        commit = run_git(["git", "-C", ROOT, "rev-parse", "HEAD"]).stdout
+        changes = run_git(["git", "-C", ROOT, "status", "--porcelain"]).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    return commit.strip() + ("+" if status.strip() else "")
+    return commit.strip() + ("+" if changes.strip() else "")

@@ -14,31 +14,31 @@ from onecurve.system.files import write_bytes
 from onecurve.system.text import ending, printable, printable_lines
 
 DPI = 100
-# Maximum number of classes for readable class names, and for readable counts
+# Maximum number of classes for which a confusion matrix shows class names, and shows counts
 NAMED_CLASSES, NUMBERED_CLASSES = 30, 20
-NAMED_CURVES = 16
-NAME = 28  # characters per line of a class name
-# Image sheets: characters per line of a caption and per inch of the title; height of a line, edge length of
-# an image, width of a column, and minimum width of the sheet, in inches
+NAMED_CURVES = 16  # Maximum number of curves in a panel with a legend
+NAME = 28  # Maximum number of characters in a class name that is not wrapped
+# Image sheets: maximum number of characters per line of a caption, and per inch of the title
 CAPTION, TITLE_PER_IN = 22, 11
+# Image sheets: line height, edge length of an image, column width, and minimum width of the sheet, in inches
 LINE_IN, EDGE_IN, CELL_IN, MIN_SHEET_IN = 0.125, 1.25, 1.35, 4
-POINTS = 500  # maximum number of points of a curve; longer curves are averaged
+POINTS = 500  # Number of points to which a curve with more than twice as many points is averaged
 
 
 @dataclass
 class Panel:
-    """Panel with curves {name: ([x], [y])} or with horizontal bars {name: value}."""
+    """Panel of a plot with curves {name: ([x], [y])} or with horizontal bars {name: value}."""
 
     x: str
     y: str
     curves: dict[str, tuple[Sequence[float], Sequence[float]]] = field(default_factory=dict)
     bars: dict[str, float] = field(default_factory=dict)
-    from_zero: bool = False  # the y axis starts at 0
-    is_log: bool = False  # the y axis is logarithmic
+    from_zero: bool = False  # The y axis starts at 0
+    is_log: bool = False  # The y axis is logarithmic
 
 
 def panel(lines: Sequence[dict[str, Any]], x: str, y: str, names: Sequence[str]) -> Panel:
-    """Return a panel that plots the named values from a log's lines against the value `x`."""
+    """Return a panel that plots the given keys of log lines against the key `x`."""
     curves: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
     for name in names:
         points = [(line[x], line[name]) for line in lines if name in line]
@@ -50,8 +50,10 @@ def panel(lines: Sequence[dict[str, Any]], x: str, y: str, names: Sequence[str])
 def plot_curves(folder: Path, lines: list[dict[str, Any]], title: str) -> None:
     """Draw the loss and, for models with classes, the accuracy per epoch from lines of metrics.jsonl."""
     best = max((line["val/accuracy"] for line in lines if "val/accuracy" in line), default=None)
-    row = [panel(lines, "epoch", "loss", ("train/loss", "val/loss"))]
-    row[0].is_log = best is None  # the loss of models without classes falls by several orders of magnitude
+    loss_panel = panel(lines, "epoch", "loss", ("train/loss", "val/loss"))
+    row = [loss_panel]
+    # The loss of a model without classes decreases by several orders of magnitude.
+    loss_panel.is_log = best is None
     if best is not None:
         row.append(panel(lines, "epoch", "accuracy", ("val/accuracy", "val/raw_accuracy")))
         title = f"{title}: best accuracy {best:.4f}"
@@ -59,7 +61,7 @@ def plot_curves(folder: Path, lines: list[dict[str, Any]], title: str) -> None:
 
 
 def panels(path: Path, rows: Sequence[Sequence[Panel]], title: str) -> None:
-    """Draw rows of panels. All rows must have the same number of panels."""
+    """Draw rows of panels, each with the same number of panels, and write the image to a PNG file."""
     columns = max(map(len, rows))
     with _figure(path, (4.5 * columns, 0.4 + 2.7 * len(rows))) as figure:
         grid = figure.subplots(len(rows), columns, squeeze=False)
@@ -83,7 +85,7 @@ def panels(path: Path, rows: Sequence[Sequence[Panel]], title: str) -> None:
 
 
 def confusion(path: Path, mistakes: dict[str, Any], title: str) -> None:
-    """Draw the `confusion` matrix of `classes`, or bars for the most frequent `mistakes`."""
+    """Draw the confusion matrix, or bars for the most frequent mistakes if there are many classes."""
     classes = mistakes["classes"]
     if "confusion" in mistakes:
         confusion_matrix(path, mistakes["confusion"], classes, title)
@@ -96,62 +98,69 @@ def confusion(path: Path, mistakes: dict[str, Any], title: str) -> None:
 
 
 def confusion_matrix(path: Path, matrix: list[list[int]], classes: Sequence[str], title: str) -> None:
-    """Draw counts with a row per true class, shaded by their share of the row. Needs 2 to 1,000 classes."""
+    """Draw a confusion matrix for 2 to 1,000 classes, with a row per true class.
+
+    The shade of a cell shows the share of the row.
+    """
     counts = np.asarray(matrix, dtype=np.int64)  # [C, C]
     shares = counts / np.maximum(1, counts.sum(1, keepdims=True))
     is_numbered = len(classes) <= NUMBERED_CLASSES
     edge_in = min(6.5, max(4.0, 0.45 * len(classes)))
-    # Names are not truncated. Long names use a small font and are wrapped to the height of a row.
+    # Class names are not truncated. Long class names use a small font and are wrapped to the height of a row.
     longest = max(map(len, classes))
-    size = 10 if longest <= NAME else 6
-    line = max(NAME, longest // max(1, int(edge_in / LINE_IN / len(classes))) + 8)
-    room_in = 0.045 * max(0, min(line, longest) - NAME) if len(classes) <= NAMED_CLASSES else 0
-    with _figure(path, (edge_in + room_in + 1.2, edge_in + room_in + 0.6)) as figure:
+    font_size = 10 if longest <= NAME else 6
+    lines_per_row = max(1, int(edge_in / LINE_IN / len(classes)))
+    line_length = max(NAME, longest // lines_per_row + 8)
+    margin_in = 0.0
+    if len(classes) <= NAMED_CLASSES:
+        margin_in = 0.045 * max(0, min(line_length, longest) - NAME)
+    with _figure(path, (edge_in + margin_in + 1.2, edge_in + margin_in + 0.6)) as figure:
         axes = figure.subplots()
         image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
         axes.set(title=_plain(title), xlabel="predicted", ylabel="true")
         if len(classes) <= NAMED_CLASSES:
-            names = [_wrapped(name, line) for name in classes]
-            upright = 90 if max(map(len, names)) > 2 else 0
-            axes.set_xticks(range(len(names)), names, rotation=upright, fontsize=size)
-            axes.set_yticks(range(len(names)), names, fontsize=size)
+            names = [_wrapped(name, line_length) for name in classes]
+            rotation = 90 if max(map(len, names)) > 2 else 0
+            axes.set_xticks(range(len(names)), names, rotation=rotation, fontsize=font_size)
+            axes.set_yticks(range(len(names)), names, fontsize=font_size)
         if is_numbered:
             for (row, column), count in np.ndenumerate(counts):
                 color = "white" if shares[row, column] > 0.5 else "black"
                 axes.text(column, row, str(count), ha="center", va="center", fontsize=7, color=color)
-        figure.colorbar(image, label="share of the true class", shrink=0.8)
+        figure.colorbar(image, label="share of the images in the true class", shrink=0.8)
 
 
 def prediction_caption(label: str, guess: str, probability: float) -> str:
-    """Return an image caption: the true class, the predicted class if different, and the probability."""
+    """Return a caption with the true class, the predicted class if it is wrong, and the probability."""
     return "\n".join([label, *([f"not {guess}"] if guess != label else []), f"{probability:.3f}"])
 
 
 def image_sheet(
     path: Path, images: np.ndarray, captions: Sequence[str], title: str, wrong: Sequence[bool] = ()
 ) -> None:
-    """Draw images, uint8 [n, H, W, 3], with captions below them. Captions of `wrong` images are red."""
+    """Draw images, uint8 [n, H, W, 3], with captions below. The captions of `wrong` images are red."""
     columns = min(8, max(1, len(images)))
     wrapped = [_wrapped(caption, CAPTION) for caption in captions]
     width_in = max(MIN_SHEET_IN, CELL_IN * columns)
     title = _wrapped(title, int(TITLE_PER_IN * width_in))
-    tops_in, end_in = [], 0.15 + 0.25 * (title.count("\n") + 1)  # upper edge of each row of images
+    tops_in, end_in = [], 0.15 + 0.25 * (title.count("\n") + 1)  # Upper edge of each row of images, in inches
     for row in range(0, len(images), columns):
         tops_in.append(end_in)
         lines = max(caption.count("\n") + 1 for caption in wrapped[row : row + columns])
         end_in += CELL_IN + LINE_IN * lines + 0.1
-    height_in, breadth_in = (EDGE_IN * n / max(images.shape[1:3]) for n in images.shape[1:3])
+    image_height_in, image_width_in = (EDGE_IN * size / max(images.shape[1:3]) for size in images.shape[1:3])
     with _figure(path, (width_in, end_in), layout=None) as figure:
         figure.suptitle(title, y=1 - 0.1 / end_in, va="top")
-        axes = figure.add_axes(
-            (0, 0, 1, 1)
-        )  # one Axes for all images, because an Axes takes longer to draw than an image
-        for i, (image, caption) in enumerate(zip(images, wrapped, strict=True)):
-            x_in, bottom_in = (i % columns + 0.5) * CELL_IN, end_in - tops_in[i // columns] - EDGE_IN
+        # Use one Axes for all images, because drawing an Axes takes longer than drawing an image.
+        axes = figure.add_axes((0, 0, 1, 1))
+        for index, (image, caption) in enumerate(zip(images, wrapped, strict=True)):
+            row, column = divmod(index, columns)
+            x_in, bottom_in = (column + 0.5) * CELL_IN, end_in - tops_in[row] - EDGE_IN
             y_in = bottom_in + EDGE_IN / 2
-            box = (x_in - breadth_in / 2, x_in + breadth_in / 2, y_in - height_in / 2, y_in + height_in / 2)
-            axes.imshow(image, extent=box, interpolation="nearest")
-            color = "firebrick" if len(wrong) > i and wrong[i] else "black"
+            left_right_in = (x_in - image_width_in / 2, x_in + image_width_in / 2)
+            bottom_top_in = (y_in - image_height_in / 2, y_in + image_height_in / 2)
+            axes.imshow(image, extent=(*left_right_in, *bottom_top_in), interpolation="nearest")
+            color = "firebrick" if len(wrong) > index and wrong[index] else "black"
             axes.text(x_in, bottom_in - 0.05, caption, ha="center", va="top", fontsize=7, color=color)
         axes.set(xlim=(0, width_in), ylim=(0, end_in), aspect="auto")
         axes.axis("off")
@@ -161,12 +170,12 @@ def image_sheet(
 def _figure(
     path: Path, size_in: tuple[float, float], layout: Literal["constrained"] | None = "constrained"
 ) -> Iterator[Any]:
-    """Yield a figure, and write it to `path` at the end, without using pyplot's global state."""
+    """Yield a figure, and write the figure to `path` afterwards. The global state of pyplot is not used."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size_in, layout=layout, facecolor="white")
     yield figure
-    # Run the layout only once, because savefig would draw everything twice
+    # Run the layout engine only once, because savefig would otherwise draw everything twice.
     if engine := figure.get_layout_engine():
         engine.execute(figure)
         figure.set_layout_engine(None)
@@ -177,41 +186,46 @@ def _figure(
 
 
 def _averaged(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Average a long curve over segments with equal numbers of points."""
+    """Average a long curve over POINTS segments of similar length."""
     if len(x) <= 2 * POINTS:
         return list(x), list(y)
-    means_x, means_y = (
-        [float(part.mean()) for part in np.array_split(np.asarray(v, float), POINTS)] for v in (x, y)
-    )
-    return means_x, means_y
+
+    def means(coordinates: Sequence[float]) -> list[float]:
+        return [float(segment.mean()) for segment in np.array_split(np.asarray(coordinates, float), POINTS)]
+
+    return means(x), means(y)
 
 
 def file_caption(name: str) -> str:
-    """Return a file name for two lines of a caption. Long names keep the end, the most specific part."""
+    """Return a file name that fits in two caption lines. A long file name is truncated at the beginning."""
     return ending(_drawable(name), 2 * CAPTION)
 
 
 def _drawable(text: str) -> str:
-    """Escape characters that matplotlib's font lacks, for example as \\u732b."""
+    """Escape characters that the font of matplotlib does not contain. Escapes have the form \\u732b."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
     charmap = get_font(findfont(FontProperties())).get_charmap()
-    shown = (c if ord(c) in charmap or c in "\n\t" else f"\\u{ord(c):04x}" for c in printable_lines(text))
-    return "".join(shown)
+    return "".join(
+        character if ord(character) in charmap or character in "\n\t" else f"\\u{ord(character):04x}"
+        for character in printable_lines(text)
+    )
 
 
 def _plain(text: str) -> str:
-    """Return the text in drawable characters. Dollar signs are escaped, because they start formulas."""
+    """Escape dollar signs, which would start a formula, and characters that can't be drawn."""
     return _drawable(text).replace("$", r"\$")
 
 
 def _wrapped(text: str, width: int) -> str:
-    """Wrap the whole text into lines of at most `width` characters."""
-    lines = _drawable(text).splitlines()
-    return _plain("\n".join(part for line in lines for part in textwrap.wrap(line, width)))
+    """Wrap a text into lines of at most `width` characters."""
+    wrapped_lines = [
+        wrapped_line for line in _drawable(text).splitlines() for wrapped_line in textwrap.wrap(line, width)
+    ]
+    return _plain("\n".join(wrapped_lines))
 
 
 def _short(name: str, length: int = 28) -> str:
-    """Shorten a name for legends and bars. Pages show the full name."""
+    """Shorten a name for legends and bar labels. Pages show the full name."""
     name = printable(name)
     return _plain(name if len(name) <= length else f"{name[: length - 1]}...")

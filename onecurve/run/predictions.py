@@ -8,42 +8,44 @@ from torch import Tensor
 
 from onecurve.distributed.channel import Poll
 
-if TYPE_CHECKING:  # at runtime, imported lazily
+if TYPE_CHECKING:  # Imported lazily at runtime
     from onecurve.run.evaluation import Mistake, Predicted
 
 
 class Predictions:
     """Predictions of the newest evaluation.
 
-    keep() holds an evaluation's predictions until accept() is called, when the metrics are logged. With an
-    EMA, two evaluations precede a log line. The predictions of the second evaluation, with the averaged
-    weights, are used.
+    keep() stores the predictions of an evaluation until accept() is called, when the metrics are logged. With
+    an EMA, two evaluations precede a log line, and accept() uses the second evaluation, which evaluates the
+    averaged weights.
     """
 
     def __init__(self, classes: tuple[str, ...]) -> None:
         self.classes = classes
         self.kept: tuple[Tensor | list[Mistake] | None, list[Predicted]] = (None, [])
-        self.subject = ""  # description of the evaluated weights, for titles
-        # int64 [classes, classes] with a row per true class, or the most frequent mistakes for many classes
+        self.subject = ""  # Description of the evaluated weights in plot titles
+        # Confusion matrix, int64 [classes, classes], with a row per true class. With many classes, the most
+        # frequent mistakes replace the matrix
         self.confusion: Tensor | list[Mistake] | None = None
-        self.examples: list[Predicted] = []  # examples of this process; after gather(), of all processes
+        # Examples from this process or, after gather(), from all processes
+        self.examples: list[Predicted] = []
 
     def keep(self, confusion: "Tensor | list[Mistake]", examples: "list[Predicted]") -> None:
-        """Hold an evaluation's predictions until accept() is called."""
+        """Store the predictions of an evaluation until accept() is called."""
         self.kept = (confusion, examples)
 
     def accept(self, subject: str) -> None:
-        """Use the held predictions. `subject`: description of the evaluated weights, for titles."""
+        """Use the stored predictions. `subject` describes the evaluated weights in plot titles."""
         self.subject = subject
         self.confusion, self.examples = self.kept
 
     def gather(self, poll: Poll) -> None:
-        """Gather the examples from all processes in CPU memory. Collective."""
-        examples_by_rank = poll.gather([part.to("cpu") for part in self.examples])
-        self.examples = [part for parts in examples_by_rank for part in parts]
+        """Gather the examples from all processes in CPU memory. All ranks must call this method."""
+        examples_by_rank = poll.gather([example.to("cpu") for example in self.examples])
+        self.examples = [example for examples in examples_by_rank for example in examples]
 
     def as_json(self) -> dict[str, Any]:
-        """Return `classes` with `confusion` (or `mistakes` for many classes), or {} without classes."""
+        """Return the entries of confusion.json, or {} for a model without classes."""
         if self.confusion is None:
             return {}
         if isinstance(self.confusion, Tensor):
@@ -51,9 +53,9 @@ class Predictions:
         return {"classes": self.classes, "mistakes": self.confusion}
 
     def draw(self, folder: Path) -> list[Path]:
-        """Draw confusion.png and predictions.png, and return their paths.
+        """Draw confusion.png and predictions.png, and return the paths of both files.
 
-        Nothing is drawn for a model without classes, or if this process has run no evaluation.
+        The list of paths is empty for a model without classes, or if this process has not run an evaluation.
         """
         if self.confusion is None:
             return []
@@ -61,13 +63,14 @@ class Predictions:
 
         classes, files = self.classes, [folder / "confusion.png", folder / "predictions.png"]
         plots.confusion(files[0], self.as_json(), self.subject)
-        names = ("pixels", "labels", "logits")
-        pixels, labels, logits = (torch.cat([getattr(p, name) for p in self.examples]) for name in names)
+        pixels = torch.cat([example.pixels for example in self.examples])
+        labels = torch.cat([example.labels for example in self.examples])
+        logits = torch.cat([example.logits for example in self.examples])
         probabilities, predicted = logits.softmax(1).max(1)
         captions = [
             plots.prediction_caption(classes[label], classes[guess], float(probability))
             for label, guess, probability in zip(labels, predicted, probabilities, strict=True)
         ]
-        title = f"{self.subject}: true class, predicted class if different, probability of the prediction"
+        title = f"{self.subject}: true class, predicted class (if different), probability of the prediction"
         plots.image_sheet(files[1], pixels.numpy(), captions, title, (labels != predicted).tolist())
         return files

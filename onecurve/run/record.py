@@ -1,4 +1,4 @@
-"""Writes a run's records on the main process: folder, log, result.json and plots/."""
+"""Writes the log, result.json and plots/ of a run on the main process."""
 
 import contextlib
 import resource
@@ -32,17 +32,20 @@ from onecurve.system.paths import ROOT, python_command, shortest
 from onecurve.system.phase import PLOTS, spending
 from onecurve.system.threads import Heartbeat, run_with_heartbeat
 
-if TYPE_CHECKING:  # at runtime, imported lazily
+if TYPE_CHECKING:  # Imported lazily at runtime
     from onecurve.telemetry.flops import Utilisation
     from onecurve.telemetry.sampling import Telemetry
 
-UPLOAD_GRACE_S = 15  # seconds that a preempted run waits for S3; launchers send SIGKILL 30 s after SIGTERM
-WRITING_GRACE_S = 8  # seconds that a failed run waits for an unfinished checkpoint; other processes wait 10 s
+# Maximum number of seconds that a preempted run waits for S3. Launchers send SIGKILL 30 s after SIGTERM
+UPLOAD_GRACE_S = 15
+# Maximum number of seconds that a failed run waits for an unfinished checkpoint. Other processes wait for 10
+# s
+WRITING_GRACE_S = 8
 
 
 @dataclass
 class MainRecord:
-    """Parts of a run that exist only on the main process: folder, lease, log, result and plots."""
+    """Components of a run that exist only on the main process, such as the folder, the log and the result."""
 
     accelerator: JobAccelerator
     recipe: Recipe
@@ -53,20 +56,20 @@ class MainRecord:
     saver: Saver
     log: RunLog
     utilisation: "Utilisation | None"
-    final: ResultEnd  # parts of result.json that are known at the start; extended at the end
-    best: Checkpoint | None = None  # set by find_best()
+    final: ResultEnd  # Entries of result.json that are known at the start. write_end() adds entries
+    best: Checkpoint | None = None  # Best checkpoint after find_best()
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
+        """Folder of the run."""
         return self.run_folder.path
 
     def problem(self) -> str | None:
-        """Return the first problem that ends the run: a lost folder or a failed write."""
+        """Return a message about a lost folder or a failed write, which ends the run, or None."""
         return self.run_folder.lost() or self.saver.problem or self.log.problem
 
     def find_best(self, heartbeat: Heartbeat) -> bool:
-        """Find and verify the best checkpoint, locally or in S3. Return False if it no longer exists."""
+        """Find and verify the best checkpoint locally or in S3. Return False if the checkpoint is lost."""
         self._wait_for_save(heartbeat)
         step, parent, mirror = self.state.best_step, self.folder / "checkpoints", self.run_folder.mirror
         assert step
@@ -82,31 +85,33 @@ class MainRecord:
             self.best = checkpoints.verify(parent / step_name(step), heartbeat)
             return True
         except errors as error:
-            log.info(f"no test accuracy: the best weights (step {step:,}) are gone: {error}")
+            log.info(f"the best weights (step {step:,}) can't be tested, because they are lost: {error}")
             return False
 
     def write_end(
         self, facts: ResultEnd, predictions: Predictions, telemetry: "Telemetry", heartbeat: Heartbeat
     ) -> None:
-        """Complete the run on the local disk. A kill or a full disk at any point loses no training progress.
+        """Complete the run on the local disk. A kill or a full disk loses no training progress.
 
-        The run ends in these steps:
+        A run ends with the following steps:
 
-        1. Commit the last checkpoint, and list it in index.json.
-        2. Draw pictures into plots/.
+        1. Commit the last checkpoint, and list the checkpoint in index.json.
+        2. Draw the images in plots/.
         3. Close the trackers.
-        4. Write `finished` and, with a mirror, `uploaded` false into result.json.
-        5. In upload(), send the checkpoint and the run's files to S3. result.json is sent last.
-        6. Write `uploaded` true into result.json.
+        4. Write `finished` to result.json. With a mirror, also write `uploaded` false.
+        5. Upload the checkpoint and the other files to S3, with result.json as the last file. upload()
+        performs this
+           step and the next step.
+        6. Write `uploaded` true to result.json.
 
-        After an interruption, the same command restores the last checkpoint, repeats the evaluation that the
-        pictures show, and repeats all of these steps. Once result.json contains `finished` and, with a
-        mirror, `uploaded` true, the same command starts a new run.
+        After an interruption, the same command restores the last checkpoint, repeats the last evaluation, and
+        repeats all of these steps. After result.json contains `finished` and, with a mirror, `uploaded` true,
+        the same command starts a new run.
 
         Args:
-            facts: Parts of result.json that are known at the end.
+            facts: Entries of result.json that are known at the end of the run.
             predictions: Predictions from the last evaluation.
-            telemetry: The run's telemetry.
+            telemetry: Telemetry of the run.
             heartbeat: Function that is called during long operations.
         """
         folder, mirror, state = self.folder, self.run_folder.mirror, self.state
@@ -120,11 +125,12 @@ class MainRecord:
             self.final["flops_per_image"] = self.utilisation.flops_per_image
             self.final["peak_flops"] = self.utilisation.peak_flops
             self.final["mfu_pct"] = mfu_pct
-        with writing("the end of the run", folder):
-            # After an interruption, the last evaluation may be newer than its checkpoint.
+        with writing("the result of the run", folder):
+            # If the run was interrupted, the last evaluation may be newer than the evaluation in the
+            # checkpoint.
             checkpoints.write_step_index(folder / "checkpoints", state.step, state.best_step)
-            # After a day of samples, computing the summaries takes seconds. A launcher that stops a run does
-            # not wait that long, so the page of an unfinished run computes the summaries instead.
+            # After one day, computing the telemetry summaries takes seconds. A launcher that stops a run does
+            # not wait for seconds, so the page of an unfinished run computes the summaries instead.
             from onecurve.telemetry.summary import energy_wh
 
             summaries = run_with_heartbeat(telemetry.summaries, heartbeat)
@@ -138,14 +144,15 @@ class MainRecord:
             for file in (folder / "metrics.jsonl", *folder.glob("plots/*")):
                 sync(file)
             write_json(folder / "result.json", {**content, **self._times()})
-        # Number of images of each class
-        counts = [sum(row) for row in predictions.as_json().get("confusion", [])]
-        print_result(folder, max(counts) / sum(counts) if counts else None)
+        # Number of evaluated images per class
+        class_counts = [sum(row) for row in predictions.as_json().get("confusion", [])]
+        chance = max(class_counts) / sum(class_counts) if class_counts else None
+        print_result(folder, chance)
 
     def _draw(self, content: Result, predictions: Predictions) -> None:
-        """Draw the pictures and send them to the trackers. Raises OSError.
+        """Draw the plots, and send the plots to the trackers. Raise OSError if a write fails.
 
-        content: Content of result.json.
+        `content` is the content of result.json.
         """
         from onecurve.run.plots import plot_curves
 
@@ -159,27 +166,27 @@ class MainRecord:
                 self.log.trackers.show(pictures, self.state.step)
         except OSError:
             raise
-        except Exception as error:  # libraries raise many types of errors
-            log.info(f"some pictures are missing in {plots}: {type(error).__name__}: {error}")
+        except Exception as error:  # Plotting libraries raise many types of errors
+            log.info(f"some plots in {plots} could not be drawn: {type(error).__name__}: {error}")
 
     def _wait_for_save(self, heartbeat: Heartbeat) -> None:
-        """Wait until the current checkpoint is written. Raises ValueError if a write failed."""
+        """Wait until the current checkpoint is written. Raise ValueError if a write failed."""
         self.saver.wait(heartbeat)
         if problem := self.problem():
             raise ValueError(problem)
 
     def _times(self) -> ResultEnd:
-        """Return the duration of the run until now, and the time spent in each part."""
+        """Return the seconds since the start of the run, in total and by phase."""
         return {"wall_s": self.state.wall_now_s(), "spent_s": self.state.spent_now_s()}
 
     def upload(self, heartbeat: Heartbeat) -> None:
-        """Wait until the mirror has uploaded everything, and record the outcome in result.json."""
+        """Wait until the mirror has uploaded all files, and record in result.json if the upload succeeded."""
         mirror, file = self.run_folder.mirror, self.folder / "result.json"
         if mirror is None:
             return
         mirror.offer(self.state.step, self.state.best_step)
         while not mirror.wait(0.5):
-            self.log.progress.tell(f"uploading to {mirror.store.url}")
+            self.log.progress.tell(f"uploading the run to {mirror.store.url}")
             heartbeat()
         content = cast(Result, read_json(file))
         content.update(self._times())
@@ -187,17 +194,17 @@ class MainRecord:
         if content["uploaded"]:
             try:
                 run_with_heartbeat(partial(mirror.send_last_files, content), heartbeat)
-            except (OSError, ValueError) as error:  # StoreError is a ValueError
+            except (OSError, ValueError) as error:  # A StoreError is a ValueError
                 content["uploaded"] = False
                 log.info(
-                    f"the result was not sent to {mirror.store.url} ({error})."
-                    " Run the same command to send it"
+                    f"the result could not be uploaded to {mirror.store.url} ({error})."
+                    " Run the same command to upload the result"
                 )
         with writing("result.json", file.parent):
             write_json(file, content)
 
     def result(self, status: str, error: str | None = None) -> Result:
-        """Return the content of result.json. `error`: error message of a failed run."""
+        """Return the content of result.json. `error` is the error message of a failed run."""
         state = self.state
         epoch_s = state.train_s / state.logged_step * self.steps.per_epoch if state.logged_step else None
         steps = {"checkpoint": self.saver.committed, "best_checkpoint": state.best_step}
@@ -209,12 +216,12 @@ class MainRecord:
         return result(self.accelerator, self.recipe, self.batch, status, state, final)
 
     def write_best(self) -> None:
-        """Start to write a held snapshot, unless a device error may have corrupted it."""
+        """Start to write a snapshot held in memory, unless a device error may have corrupted the snapshot."""
         if self.saver.training.is_copied():
             self.saver.write_held()
 
     def close_failed(self, error: str) -> None:
-        """Close the run after any rank failed. Waits up to WRITING_GRACE_S seconds for a checkpoint."""
+        """Close the run after a rank has failed. Wait at most WRITING_GRACE_S seconds for a checkpoint."""
         self.write_best()
         self.saver.done(WRITING_GRACE_S)
         self.close("failed", error)
@@ -222,7 +229,7 @@ class MainRecord:
     def close(self, status: str, error: str | None = None) -> None:
         """Close files and trackers, release the folder, and print the command that creates the run's page.
 
-        Ignores a full disk.
+        This method ignores errors from a full disk.
         """
         self.log.progress.stop()
         report("step", step=self.state.step)
@@ -240,15 +247,15 @@ class MainRecord:
 def result(
     accelerator: JobAccelerator, recipe: Recipe, batch: Batch, status: str, state: RunState, final: ResultEnd
 ) -> Result:
-    """Return the content of result.json. Main process only.
+    """Return the content of result.json. Only the main process calls this function.
 
     Args:
-        accelerator: The job's accelerator.
-        recipe: The run's recipe.
+        accelerator: Accelerator of the job.
+        recipe: Recipe of the run.
         batch: Division of the batch among processes.
-        status: `finished`, `preempted` or `failed`.
+        status: Status of the run, which is `finished`, `preempted` or `failed`.
         state: Progress of the run.
-        final: Additional entries for a run that has begun.
+        final: Additional entries of result.json for a run that has begun.
     """
     measure = recipe.best_by if "accuracy" in state.best else "loss"
     scores = {f"best_{measure}": state.best.get(measure), f"final_{measure}": state.last.get(measure)}
@@ -303,19 +310,20 @@ def memory_gib(accelerator: JobAccelerator, is_healthy: bool = False) -> dict[st
     """Return the memory use of this process in GiB.
 
     Args:
-        accelerator: The job's accelerator.
-        is_healthy: True if the GPU responds, so that `other` and `device` can be read.
+        accelerator: Accelerator of the job.
+        is_healthy: True if the GPU responds to queries. `other` and `device` are read only if the GPU
+            responds.
 
     Returns:
-        On a GPU:
-        - `peak`: torch's peak allocation.
-        - `reserved`: the peak memory reserved by torch's allocator.
-        - `other`: memory in use outside of torch (CUDA context, NCCL, other processes), if is_healthy.
-        - `device`: the size of the GPU's memory, if is_healthy.
+        A dictionary with the following keys on a GPU:
+        - `peak`: Peak memory that torch allocated.
+        - `reserved`: Peak memory that torch's allocator reserved.
+        - `other`: Memory used outside of torch (CUDA context, NCCL, other processes).
+        - `device`: Total memory of the GPU.
 
-        On a CPU:
-        - `peak`: the peak resident set size.
-        - `data`: the writable memory requested so far, which RLIMIT_DATA limits.
+        A dictionary with the following keys on a CPU:
+        - `peak`: Peak resident set size.
+        - `data`: Writable memory requested so far, which RLIMIT_DATA limits.
     """
     if accelerator.device.type == "cuda":
         sizes = {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}

@@ -1,9 +1,9 @@
-"""Defines schemas for the files that runs, tools and find_batch_size.py write for other programs.
+"""Defines schemas of the files that runs, tools and find_batch_size.py write for other programs.
 
-Code that writes a file builds these types, so that mypy checks keys and values. Code that reads a file passes
-kinds(schema) to onecurve.system.files.typed_values. Readers ignore values of the wrong type. They accept
-missing keys, because files from earlier versions lack some keys. The metrics in result.json are declared in
-onecurve.flags.recipe.METRICS.
+Code that writes a file creates these types, so that mypy checks the keys and values. Code that reads a file
+passes kinds(schema) to onecurve.system.files.typed_values. Readers ignore values of the wrong type and accept
+missing keys, because files from earlier versions lack some keys. onecurve.flags.recipe.METRICS declares the
+metrics in result.json.
 """
 
 import types
@@ -16,7 +16,7 @@ from onecurve.telemetry.summary import HostSummary
 
 
 class RecipeFile(TypedDict):
-    """Content of recipe.json: the recipe of a run, its hosts and devices, and the versions of its code."""
+    """Content of recipe.json, which records the recipe, hosts, devices and code versions of a run."""
 
     script: str
     strategy: str
@@ -47,7 +47,7 @@ class RecipeFile(TypedDict):
 
 
 class StartLine(RecipeFile):
-    """A line of starts.jsonl, without `argv` and `defaults`. See starts.py."""
+    """Line of starts.jsonl, which does not contain `argv` and `defaults`. See starts.py."""
 
     at: float
     step: int
@@ -57,12 +57,12 @@ class StartLine(RecipeFile):
     cropped: bool | None
     has_optimizer: bool
     changed: NotRequired[dict[str, Any]]
-    processes: NotRequired[int]  # only in a line about training by an earlier version
+    processes: NotRequired[int]  # Present only in a line about training with an earlier version
     wall_s: NotRequired[float]
 
 
 class ResultEnd(TypedDict, total=False):
-    """Keys that are added to result.json at the end of a run."""
+    """Entries that are added to result.json at the end of a run."""
 
     parameters: int
     total_steps: int
@@ -76,7 +76,7 @@ class ResultEnd(TypedDict, total=False):
     telemetry: list[HostSummary]
     energy_wh: float | None
     uploaded: bool
-    # Values under the following keys replace values that result.json always contains.
+    # The following entries replace entries that result.json always contains.
     steps: int
     val_name: str | None
     epoch_s: float | None
@@ -89,7 +89,7 @@ class ResultEnd(TypedDict, total=False):
 
 
 class Result(ResultEnd):
-    """Content of result.json: progress, metrics and speed of a run. kinds() adds the keys of metrics."""
+    """Content of result.json: progress, metrics and speed of a run. kinds() adds keys for all metrics."""
 
     script: str
     status: str
@@ -124,7 +124,7 @@ class Result(ResultEnd):
 
 
 class MetricsLine(TypedDict):
-    """A line of metrics.jsonl. Metrics and scripts' scalars add floats, for example `val/loss`."""
+    """Line of metrics.jsonl. Metrics and scalars from scripts add float entries such as `val/loss`."""
 
     step: int
     epoch: float
@@ -139,7 +139,7 @@ class MetricsLine(TypedDict):
 
 
 class Mark(TypedDict, total=False):
-    """Keys of an event's line in metrics.jsonl."""
+    """Entries of a line in metrics.jsonl that describe an event."""
 
     interrupted_at: float
     resumed_at: float
@@ -164,12 +164,12 @@ class GpuSample(TypedDict, total=False):
 
 
 class TelemetryLine(TypedDict, total=False):
-    """A line of telemetry-<host>.jsonl. Header lines contain `host`, and sample lines contain `step`."""
+    """Line of telemetry-<host>.jsonl. Header lines contain `host`, and sample lines contain `step`."""
 
     t: float
     host: str
-    before_s: float  # present only for the main process's host, like age_s
-    age_s: float
+    before_s: float  # Present only for the main process's host
+    age_s: float  # Present only for the main process's host
     cpus: float
     step: int
     cpu_pct: float
@@ -178,7 +178,7 @@ class TelemetryLine(TypedDict, total=False):
 
 
 class Confusion(TypedDict, total=False):
-    """Content of confusion.json. `split` and `val_images` appear only for the test split."""
+    """Content of confusion.json. `split` and `val_images` are present only for the test split."""
 
     step: int
     classes: list[str]
@@ -189,7 +189,7 @@ class Confusion(TypedDict, total=False):
 
 
 class Report(TypedDict, total=False):
-    """Content of report.json, written by validate.py."""
+    """Content of report.json, which validate.py writes."""
 
     step: int
     classes: list[str]
@@ -210,7 +210,7 @@ class Report(TypedDict, total=False):
 
 
 class Stamp(TypedDict, total=False):
-    """A replay recorded in verified.json. `files` maps each file to its SHA-256."""
+    """Replay recorded in verified.json. `files` maps each file name to the SHA-256 hash of the file."""
 
     date: str
     commit: str | None
@@ -230,13 +230,13 @@ class Stamp(TypedDict, total=False):
 
 
 class Verified(TypedDict):
-    """Content of verified.json, written by verify.py."""
+    """Content of verified.json, which verify.py writes."""
 
     stamps: list[Stamp]
 
 
 class TrialRow(TypedDict, total=False):
-    """A trial in the result of find_batch_size.py."""
+    """Trial in a result of find_batch_size.py."""
 
     outcome: str
     per_device_batch_size: int
@@ -246,7 +246,7 @@ class TrialRow(TypedDict, total=False):
 
 
 class SearchResult(TypedDict, total=False):
-    """Result of find_batch_size.py."""
+    """Result that find_batch_size.py writes."""
 
     script: str
     strategy: str
@@ -266,21 +266,23 @@ class SearchResult(TypedDict, total=False):
 
 
 def kinds(schema: Any) -> dict[str, Kind]:
-    """Return the type of each value in a schema, without None, for onecurve.system.files.typed_values.
+    """Return the type of each value in a schema as an argument of onecurve.system.files.typed_values.
 
-    Each metric in METRICS adds three keys to Result.
+    The types do not include None. For the schema Result, each metric in METRICS adds three keys.
     """
-    metrics = [f"{when}_{name}" for when in ("test", "best", "final") for name in METRICS]
-    added = dict.fromkeys(metrics if schema is Result else (), float)
-    return added | {name: _kind(hint) for name, hint in typing.get_type_hints(schema).items()}
+    metric_keys = [f"{when}_{name}" for when in ("test", "best", "final") for name in METRICS]
+    metric_kinds = dict.fromkeys(metric_keys if schema is Result else (), float)
+    return metric_kinds | {key: _kind_of(hint) for key, hint in typing.get_type_hints(schema).items()}
 
 
-def _kind(hint: Any) -> Kind:
-    arguments = typing.get_args(hint)
-    if typing.is_typeddict(hint):
-        return kinds(hint)
-    if isinstance(hint, types.UnionType):
-        return _kind(next(member for member in arguments if member is not types.NoneType))
-    if typing.get_origin(hint) is list:
-        return [_kind(arguments[0])]
-    return {"*": _kind(arguments[1])} if typing.get_origin(hint) is dict else hint
+def _kind_of(type_hint: Any) -> Kind:
+    arguments = typing.get_args(type_hint)
+    if typing.is_typeddict(type_hint):
+        return kinds(type_hint)
+    if isinstance(type_hint, types.UnionType):
+        return _kind_of(next(member for member in arguments if member is not types.NoneType))
+    if typing.get_origin(type_hint) is list:
+        return [_kind_of(arguments[0])]
+    if typing.get_origin(type_hint) is dict:
+        return {"*": _kind_of(arguments[1])}
+    return type_hint

@@ -1,4 +1,4 @@
-"""Coordinates a run's ranks: messages, checkpoints, and the mean loss between lines of the log."""
+"""Coordinates the ranks of a run: messages, checkpoints, and the mean loss between log lines."""
 
 import math
 import time
@@ -24,27 +24,28 @@ from onecurve.run.schemas import ResultEnd
 from onecurve.run.state import RunState
 from onecurve.system.phase import SAVING, spending
 
-if TYPE_CHECKING:  # at runtime, imported lazily
+if TYPE_CHECKING:  # Imported lazily at runtime
     from onecurve.telemetry.sampling import Telemetry
 
 Ids = Callable[[], list[int]]
-# A message costs the host about 0.1 ms, so several short steps share one message. A signal takes effect after
-# 2 * AGREEMENT_S seconds, or after 2 * MOST_STEPS steps if steps suddenly become slow.
+# A message takes the host about 0.1 ms, so several steps shorter than SHORT_STEP_S share one message. A
+# signal takes effect after at most 2 * AGREEMENT_S seconds, or after at most 2 * MOST_STEPS steps if steps
+# suddenly become slow.
 SHORT_STEP_S, AGREEMENT_S = 0.005, 0.02
 MOST_STEPS = 32
 UNKNOWN_US = 2**31 - 1
 
 
 class Exchange:
-    """Messages over gloo, independent of the collectives used for training.
+    """Exchange of messages over gloo, independent of the collectives used for training.
 
-    The constructor and most methods are collective.
+    All ranks must call the constructor and most methods.
 
     Args:
-        record: The run's record on the main process, None on other processes.
-        telemetry: This process's telemetry.
-        timeout_s: Seconds without a message from a process, after which the job ends.
-        skipped: Function that returns the ids of images that this process skipped.
+        record: Record of the run on the main process, None on other processes.
+        telemetry: Telemetry of this process.
+        timeout_s: Number of seconds without a message from a process after which the job ends.
+        skipped: Function that returns the ids of the images that this process skipped.
     """
 
     def __init__(
@@ -52,38 +53,46 @@ class Exchange:
     ):
         self.poll = Poll(timeout_s)
         self.record, self.telemetry, self.skipped = record, telemetry, skipped
-        self.step_us = UNKNOWN_US  # this process's time per step between its last two messages
-        self.slowest_us = UNKNOWN_US  # longest time per step of any process; the same value on all processes
+        self.step_us = UNKNOWN_US  # This process's time per step between the last two messages
+        self.slowest_us = UNKNOWN_US  # Maximum step_us over all processes
         self.sent_at, self.sent_step, self.next_step = time.perf_counter(), -1, 0
 
     def listen_after(self, step: int) -> None:
         """Call listen() after each step or, if steps are short, after every few steps.
 
-        All processes skip the same number of steps, because the processes exchange their times per step.
+        All processes call listen() at the same steps, because the processes exchange their times per step.
         """
         if step < self.next_step:
-            watch.wanted()  # reset the watchdog, because a step has ended
+            watch.wanted()  # Reset the watchdog, because a step has ended
             return
-        now = time.perf_counter()
+        current_time = time.perf_counter()
         if self.sent_step >= 0:
-            mean_us = (now - self.sent_at) / max(1, step - self.sent_step) * 1e6
+            mean_us = (current_time - self.sent_at) / max(1, step - self.sent_step) * 1e6
             self.step_us = min(int(mean_us), UNKNOWN_US)
-        self.sent_at, self.sent_step = now, step
+        self.sent_at, self.sent_step = current_time, step
         self.listen()
         step_s = max(self.slowest_us / 1e6, 1e-6)
-        is_alone = self.poll.group is None  # a single process exchanges no messages
-        few = min(MOST_STEPS, int(AGREEMENT_S / step_s))
-        self.next_step = step + (1 if is_alone or step_s >= SHORT_STEP_S else few)
+        is_alone = self.poll.group is None  # A single process exchanges no messages
+        if is_alone or step_s >= SHORT_STEP_S:
+            self.next_step = step + 1
+        else:
+            self.next_step = step + min(MOST_STEPS, int(AGREEMENT_S / step_s))
 
     def listen(self) -> None:
-        """Send this process's signal or problem to the other processes, and receive their last messages.
+        """Send a signal or problem of this process to all processes, and receive the last messages.
 
-        Raises, on all processes:
-            Preempted: A process received a signal.
-            ValueError: The main process has a problem, which the message describes.
+        All processes raise the following errors.
+
+        Raises:
+            Preempted: If a process received a signal.
+            ValueError: If the main process has a problem, which the error message describes.
         """
         problem = self.record and self.record.problem()
-        reason = Reason.PROBLEM if problem else Reason.STOP if watch.wanted() else Reason.NONE
+        reason = Reason.NONE
+        if problem:
+            reason = Reason.PROBLEM
+        elif watch.wanted():
+            reason = Reason.STOP
         received, self.slowest_us = self.poll(reason, self.step_us) or (Reason.NONE, UNKNOWN_US)
         if received == Reason.PROBLEM:
             raise ValueError(broadcast_object_list([problem])[0])
@@ -91,71 +100,80 @@ class Exchange:
             raise Preempted
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all processes. The main process also receives telemetry and skipped images."""
+        """Return the values from all processes. The main process also receives telemetry and skipped ids."""
         reports = self.poll.collect((self.telemetry.take(), self.skipped()))
         if self.record:
             self.telemetry.append([piece for pieces, _ in reports for piece in pieces])
             state = self.record.state
-            state.bad_images = sorted({*state.bad_images, *(i for _, ids in reports for i in ids)})
+            skipped_ids = {image_id for _, ids in reports for image_id in ids}
+            state.bad_images = sorted({*state.bad_images, *skipped_ids})
         return self.poll.gather(value)
 
 
 class Meter:
-    """Loss, samples and time since the last line of the log. Only mean_loss() waits for the device."""
+    """Loss, samples and time since the last log line. Only mean_loss() waits for the device."""
 
     def __init__(self, accelerator: JobAccelerator, batch: Batch, keeps_ids: bool):
         self.accelerator, self.batch, self.keeps_ids = accelerator, batch, keeps_ids
         dtype = torch.float64 if accelerator.deterministic else torch.float32
-        # Sum over the micro-batches of all steps since the last line of the log
+        # Sum of the losses over the micro-batches of all steps since the last log line
         self.loss = torch.zeros((), device=accelerator.device, dtype=dtype)
-        self.step_loss = torch.zeros_like(self.loss)  # sum over the current step
-        self.ids: list[int] = []  # ids of the samples since the last line, for --log_samples
-        self.micro_batches = 0  # number of micro-batches since this process started
+        self.step_loss = torch.zeros_like(self.loss)  # Sum of the losses in the current step
+        self.ids: list[int] = []  # Ids of the samples since the last log line, for --log_samples
+        self.micro_batches = 0  # Number of micro-batches since this process started
         self.started = time.perf_counter()
 
     def resume(self, state: RunState, rank: int) -> None:
-        """Restore the sum of losses from a checkpoint.
+        """Restore the sum of the losses from a checkpoint.
 
-        If the number of ranks has changed, rank 0 receives the whole sum. The sum is rescaled to the current
-        number of micro-batches, so that the mean stays the same.
+        If the number of ranks has changed, rank 0 receives the sum over all ranks. The sum is rescaled to the
+        current number of micro-batches, so that the mean loss stays the same.
         """
         if losses := state.losses:
-            now, before = self.batch.processes * self.batch.accumulations, len(losses) * state.accumulations
-            share = losses[rank] if len(losses) == self.batch.processes else sum(losses) * (rank == 0)
-            self.loss.fill_(share * (now / before))
+            micro_batches_before = len(losses) * state.accumulations
+            micro_batches = self.batch.processes * self.batch.accumulations
+            has_same_ranks = len(losses) == self.batch.processes
+            loss_of_rank = losses[rank] if has_same_ranks else sum(losses) * (rank == 0)
+            self.loss.fill_(loss_of_rank * (micro_batches / micro_batches_before))
 
     def add(self, loss: Tensor, ids: np.ndarray) -> None:
-        """Add the loss and the sample ids of a micro-batch."""
+        """Add the loss and the sample ids of a micro-batch to the current step."""
         self.step_loss += exact_sum(loss.detach()) if self.accelerator.deterministic else loss.detach()
         self.micro_batches += 1
         if self.keeps_ids:
             self.ids.extend(ids.tolist())
 
     def end_step(self) -> None:
-        """Add the losses of the current step to the sum since the last line of the log."""
+        """Add the losses of the current step to the sum since the last log line."""
         self.loss += self.step_loss
         self.step_loss.zero_()
 
     def check(self, step: int) -> None:
-        """Raise FloatingPointError on all ranks if --deterministic could not sum gradients. Collective."""
+        """Raise FloatingPointError on all ranks if --deterministic could not sum the gradients.
+
+        All ranks must call this method.
+        """
         if self.accelerator.exact_sum:
             self.accelerator.exact_sum.check(step)
 
     def mean_loss(self, steps: int) -> float:
-        """Return the mean loss of the last `steps` steps over all ranks. Waits for the device. Collective."""
+        """Return the mean loss of the last `steps` steps over all ranks.
+
+        This method waits for the device. All ranks must call this method.
+        """
         micro_batches = steps * self.batch.accumulations * self.batch.processes
         mean = self.accelerator.reduce(self.loss, "sum").item() / micro_batches
         self.loss.zero_()
         return mean
 
     def start_clock(self) -> float:
-        """Restart the clock, and return the seconds since its last start."""
+        """Restart the clock, and return the seconds since the clock was last started."""
         elapsed_s = self.elapsed_s()
         self.started += elapsed_s
         return elapsed_s
 
     def elapsed_s(self) -> float:
-        """Return the seconds since the last start of the clock."""
+        """Return the seconds since the clock was last started."""
         return time.perf_counter() - self.started
 
 
@@ -165,26 +183,26 @@ class Ranks:
 
     A checkpoint is due after the first step, after the best evaluation, after the last step, at multiples of
     --keep_every, and every --checkpoint_every steps or after each epoch. If epochs are short, at most one
-    checkpoint is due per --checkpoint_s seconds.
+    checkpoint is due in --checkpoint_s seconds.
     """
 
     recipe: Recipe
-    steps: Steps  # starts at the first step of this process
+    steps: Steps  # Steps that remained when this process started
     state: RunState
     meter: Meter
     predictions: Predictions
     saver: Saver
     exchange: Exchange
     record: MainRecord | None  # None except on the main process
-    newest: int  # step of the newest snapshot, else of the newest checkpoint in the folder, else 0
+    newest: int  # Step of the newest snapshot or, initially, of the newest checkpoint. 0 for a new run
     epoch_began: float = field(default_factory=time.monotonic)
 
     def is_over(self) -> bool:
-        """Return True if the run ends at this step's evaluation or at the next step."""
+        """Return True if the run ends early, at the evaluation of this step or at the next step."""
         return self.state.is_over(self.recipe.patience)
 
     def end_facts(self) -> ResultEnd:
-        """Return the entries of result.json about the end. `stopped_by` is None if no epoch is missing."""
+        """Return the entries of result.json about the end. `stopped_by` is None for a complete run."""
         step, steps, stopped_by = self.state.step, self.steps, None
         if step == steps.last != steps.total:
             stopped_by = f"--max_steps {step}"
@@ -193,9 +211,10 @@ class Ranks:
         return {"steps": step, "total_steps": steps.total, "stopped_by": stopped_by}
 
     def save_if_due(self, step: int) -> None:
-        """Save a checkpoint if one is due after `step` steps. Collective. Raises the same errors as take().
+        """Save a checkpoint if a checkpoint is due after `step` steps.
 
-        The snapshot of a new best evaluation is held until --checkpoint_s seconds after the last write.
+        All ranks must call this method, which raises the same errors as take(). The snapshot of a new best
+        evaluation is held in memory until --checkpoint_s seconds after the last write.
         """
         if step > self.newest:
             if self._is_due(step) or step == self.steps.first:
@@ -205,27 +224,30 @@ class Ranks:
         self.saver.write_held(self.recipe.checkpoint_s)
 
     def flush(self) -> None:
-        """Write this step's snapshot, or a held snapshot that is not on disk yet. Collective. See take()."""
+        """Write a snapshot of this step, or write the snapshot that is held in memory.
+
+        All ranks must call this method. See take() for the errors.
+        """
         if self.state.step > self.newest:
             self.take()
         else:
             self.saver.write_held()
 
     def take(self, hold: bool = False) -> None:
-        """Take a snapshot, and write it in the background. Collective.
+        """Take a snapshot, and write the snapshot in the background. All ranks must call this method.
 
         Args:
-            hold: Keep the snapshot in memory instead of writing it.
+            hold: True if the snapshot is held in memory instead of being written.
 
         Raises:
-            FloatingPointError: The loss is not finite.
-            ValueError: The last save failed.
+            FloatingPointError: If the loss is not finite.
+            ValueError: If the last save failed.
         """
         with spending(SAVING):
             state, saver, meter, exchange = self.state, self.saver, self.meter, self.exchange
             step, best = state.step, state.best_step
             if best != step:
-                saver.write_held()  # snapshot of the best evaluation
+                saver.write_held()  # Write the snapshot of the best evaluation
             exchange.poll.wait_for_main(self.record is not None, saver.done)
             meter.check(step)
             loss_and_problem = meter.loss.item(), self.record and self.record.problem()
@@ -233,13 +255,14 @@ class Ranks:
             if problem := next(filter(None, problems), None):
                 raise ValueError(problem)
             if not all(math.isfinite(loss) for loss in losses):
-                raise FloatingPointError(f"the loss is {sum(losses)} before step {step}. Nothing was saved")
+                loss = sum(losses)
+                raise FloatingPointError(f"the loss is {loss} before step {step}. No checkpoint was saved")
             self.write_samples()
             content = state.at_save(
                 losses=[*losses],
                 accumulations=meter.batch.accumulations,
                 epoch=step / self.steps.per_epoch,
-                # Excludes time spent on evaluation
+                # Training time excludes the time spent on evaluations.
                 train_s=state.train_s + meter.elapsed_s() * (step > state.logged_step),
                 **saver.training.scalars(),
                 **(self.record.log.tracker_ids() if self.record else {}),
@@ -248,7 +271,10 @@ class Ranks:
             self.newest = step
 
     def write_samples(self) -> None:
-        """Log the sample ids of each step since the last call, in the order of the batch. Collective."""
+        """Log the sample ids of each step since the last call in the order of the batch.
+
+        All ranks must call this method.
+        """
         if not self.meter.keeps_ids:
             return
         batch, per_rank = self.meter.batch, self.exchange.poll.gather([*self.meter.ids])
@@ -260,8 +286,7 @@ class Ranks:
         """Return True if a checkpoint is due after `step` steps.
 
         At the end of an epoch, a checkpoint is due if the next epoch would end more than --checkpoint_s
-        seconds after the last write. In this case, the call is collective, because clocks differ between
-        ranks.
+        seconds after the last write. All ranks must call this method, because clocks differ between ranks.
         """
         recipe = self.recipe
         is_to_keep = recipe.keep_every is not None and step % recipe.keep_every == 0
@@ -269,7 +294,7 @@ class Ranks:
             return is_to_keep or step % int(recipe.checkpoint_every) == 0
         if step % self.steps.per_epoch:
             return is_to_keep
-        now = time.monotonic()
-        epoch_s, self.epoch_began = now - self.epoch_began, now
+        current_time = time.monotonic()
+        epoch_s, self.epoch_began = current_time - self.epoch_began, current_time
         is_late = self.saver.since_write_s() + epoch_s > recipe.checkpoint_s
         return self.exchange.poll.gather(is_to_keep or is_late)[0]

@@ -1,4 +1,4 @@
-"""Tracks the progress of a run, in memory and in each checkpoint's state.json."""
+"""Tracks the progress of a run in memory and in the state.json of each checkpoint."""
 
 import dataclasses
 import typing
@@ -16,89 +16,100 @@ from onecurve.system.processes import own_age_s
 class RunState:
     """State of a run after `step` optimizer steps. The defaults describe a run before the first step.
 
-    In memory, `wall_s` and `spent_s` contain only the time of earlier processes, and the fields from `losses`
-    onwards contain the values at the start of this process. at_save() fills in current values.
+    In memory, `wall_s` and `spent_s` include only the time of earlier processes. The fields from `losses`
+    onwards are not updated after the start of this process. at_save() fills in the current values of these
+    fields.
     """
 
     step: int = 0
-    evaluated: bool = False  # True if the weights of this step were evaluated
-    best: dict[str, float] = field(default_factory=dict)  # metrics and step of the best evaluation
-    last: dict[str, float] = field(default_factory=dict)  # metrics of the last evaluation
-    logged_step: int = 0  # step of the last training loss in metrics.jsonl
-    train_s: float = 0.0
-    wall_s: float = 0.0
-    spent_s: dict[str, float] | None = None  # seconds of wall_s spent in each part; missing in older files
-    bad_images: list[int] = field(default_factory=list)  # ids of skipped samples; missing in older files
-    stale: int = 0  # number of evaluations since the best one; missing in older files
-    stopped: bool = False  # True if the script ends the run before its last step; missing in older files
-    # For each process, the sum of losses since the last line of the log
+    evaluated: bool = False  # True if the weights of this step have been evaluated
+    best: dict[str, float] = field(default_factory=dict)  # Metrics and step of the best evaluation
+    last: dict[str, float] = field(default_factory=dict)  # Metrics of the last evaluation
+    logged_step: int = 0  # Step of the last training loss in metrics.jsonl
+    train_s: float = 0.0  # Seconds spent on training steps
+    wall_s: float = 0.0  # Seconds of all starts, without the time between starts
+    # Files from earlier versions do not contain the next four fields.
+    spent_s: dict[str, float] | None = None  # Seconds of wall_s by phase
+    bad_images: list[int] = field(default_factory=list)  # Ids of skipped samples
+    stale: int = 0  # Number of evaluations since the best evaluation
+    stopped: bool = False  # True if the script ends the run before the last step
+    # Sum of the losses since the last log line, for each process
     losses: list[float] = field(default_factory=list)
     accumulations: int = 1
     epoch: float = 0.0
     optimizer: OptimizerScalars | None = None
-    loss_scale: dict[str, float] | None = None  # set only with fp16
+    loss_scale: dict[str, float] | None = None  # None except with fp16
     wandb_id: str | None = None
     wandb_url: str | None = None
 
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> Self:
-        """Read a checkpoint's state. Raises ValueError for an invalid file."""
+        """Read the state in a checkpoint. Raise ValueError if the file is invalid."""
         file = checkpoint.folder / STATE_FILE
         try:
             state = cls.from_json(read_json(file))
             if state.step != checkpoint.step:
-                raise ValueError(f"it belongs to step {state.step}")
+                raise ValueError(f"the file belongs to step {state.step}")
         except (OSError, ValueError) as error:
-            raise ValueError(f"{file} is not a state of step {checkpoint.step}: {error}") from None
+            raise ValueError(f"{file} is not a valid state of step {checkpoint.step}: {error}") from None
         return state
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Self:
-        """Create a state from the content of state.json. A ValueError names missing and invalid fields."""
-        fields, wrong = typed_values(content, typing.get_type_hints(cls))
-        wrong += [name for name in NEEDED if name not in fields and name not in wrong]
+        """Create a state from the content of state.json.
+
+        Raise ValueError that lists missing or invalid fields.
+        """
+        fields, invalid = typed_values(content, typing.get_type_hints(cls))
+        invalid += [name for name in NEEDED if name not in fields and name not in invalid]
         if not fields.get("losses") or fields.get("accumulations", 0) < 1:
-            wrong += ["losses or accumulations"]
-        if wrong:
-            raise ValueError(f"missing or wrong: {', '.join(wrong)}")
+            invalid += ["losses or accumulations"]
+        if invalid:
+            raise ValueError(f"missing or invalid fields: {', '.join(invalid)}")
         return cls(**fields)
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of state.json."""
-        return {n: value for n, value in vars(self).items() if value is not None or n == "loss_scale"}
+        fields = vars(self).items()
+        return {name: value for name, value in fields if value is not None or name == "loss_scale"}
 
     def at_save(self, **filled: Any) -> Self:
-        """Return a copy for state.json with current times, and with the given values for other fields."""
-        reset = {"wandb_id": None, "wandb_url": None}  # these ids are from an earlier process
+        """Return a copy of the state with current times and with the given values of other fields."""
+        reset = {"wandb_id": None, "wandb_url": None}  # These ids belong to an earlier process
         times: dict[str, Any] = {"wall_s": self.wall_now_s(), "spent_s": self.spent_now_s()}
         return dataclasses.replace(self, **times | reset | filled)
 
     def scalars(self) -> dict[str, Any]:
-        """Return the optimizer's scalars and the loss scale, for TrainingState."""
-        return {name: v for name, v in self.to_json().items() if name in ("optimizer", "loss_scale")}
+        """Return the optimizer scalars and the loss scale, which TrainingState restores."""
+        content = self.to_json()
+        return {name: content[name] for name in ("optimizer", "loss_scale") if name in content}
 
     def wall_now_s(self) -> float:
-        """Return the run's seconds over all starts, including imports but not the time between starts."""
+        """Return the seconds of all starts, which include imports but not the time between starts."""
         return self.wall_s + own_age_s()
 
     def spent_now_s(self) -> dict[str, float]:
-        """Divide wall_now_s() into `starting`, `training` and so on (see onecurve/system/phase.py)."""
-        before, current = self.spent_s or {}, now.spent_s()
-        return {part: before.get(part, 0.0) + current.get(part, 0.0) for part in before | current}
+        """Return the seconds of wall_now_s() by phase, for example `training`.
+
+        See onecurve/system/phase.py.
+        """
+        earlier_s, current_s = self.spent_s or {}, now.spent_s()
+        phases = earlier_s | current_s
+        return {phase: earlier_s.get(phase, 0.0) + current_s.get(phase, 0.0) for phase in phases}
 
     def end_step(self, step: int) -> None:
-        """Set the current step. Its weights have not been evaluated yet."""
+        """Set the current step, whose weights have not been evaluated yet."""
         self.step, self.evaluated = step, False
 
     def add_evaluation(self, step: int, metrics: dict[str, float], by: str = "accuracy") -> None:
-        """Record an evaluation. The best one has the highest metric `by`, or the lowest loss without it."""
+        """Record an evaluation, and check if it is the best evaluation according to score(metrics, by)."""
         self.last, self.evaluated = metrics, True
         self.stale += 1
         if not self.best or score(metrics, by) > score(self.best, by):
             self.best, self.stale = metrics | {"step": step}, 0
 
     def is_over(self, patience: int | None) -> bool:
-        """Return True if the run ends at this step's evaluation or at the next step."""
+        """Return True if the run ends early, at the evaluation of this step or at the next step."""
         return self.stopped or (patience is not None and self.stale >= patience)
 
     @property
@@ -107,5 +118,6 @@ class RunState:
         return int(self.best["step"]) if "step" in self.best else None
 
 
+# Fields that state.json must contain in every version of the format
 NEEDED = ["step", "evaluated", "best", "last", "logged_step", "losses", "accumulations", "optimizer"]
 NEEDED += ["train_s", "wall_s"]

@@ -18,19 +18,20 @@ from onecurve.system.output import log
 from onecurve.system.text import printable
 from onecurve.upstream.packages_ import is_tensorboard_writer
 
-# Shown next to the hyper-parameters
+# Metrics that TensorBoard shows next to the hyperparameters
 HEADLINES = ("val/accuracy", "val/loss", "train/loss", "train/images_per_s")
-INIT_S, FINISH_S = 10, 60  # seconds that a run waits for a W&B server at the start and at the end
+INIT_S, FINISH_S = 10, 60  # Maximum seconds to wait for a W&B server at the start and at the end
 
 
 class Trackers:
-    """Trackers selected by --trackers, which write into the run's folder. Main process only.
+    """Trackers selected by --trackers. Only the main process uses trackers.
 
-    Trackers show the recipe, the strategy and the number of processes as hyper-parameters.
+    The trackers write to the run folder, and show the recipe, the strategy and the number of processes as
+    hyperparameters.
 
     Args:
         names: Names of the trackers.
-        folder: The run's folder.
+        folder: Folder of the run.
         recipe_file: Content of recipe.json.
         state: State at which the run starts or resumes.
     """
@@ -44,28 +45,29 @@ class Trackers:
         if "wandb" in names and (wandb := _start_wandb(folder, recipe_file["script"], state.wandb_id)):
             self.started.append(wandb)
         if "trackio" in names:
-            # Runs in different folders may share a name.
+            # Runs in different folders may have the same folder name.
             name = f"{folder.name}-{hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:8]}"
-            options = {"name": name, "resume": "allow", "embed": False}
-            # The telemetry of the run already contains these measurements
-            measured = {"auto_log_cpu": False, "auto_log_gpu": False}
-            self.started.append(_Trackio(recipe_file["script"], **options, **measured))
+            run_options = {"name": name, "resume": "allow", "embed": False}
+            # The telemetry of the run already contains the measurements of the CPU and the GPUs.
+            no_measurements = {"auto_log_cpu": False, "auto_log_gpu": False}
+            self.started.append(_Trackio(recipe_file["script"], **run_options, **no_measurements))
             self.started[-1].start()
-            log.info(f"trackio run {name}: trackio show --project {recipe_file['script']}")
-        values = recipe_file["recipe"] | {
+            log.info(f"to view the run {name}, run `trackio show --project {recipe_file['script']}`")
+        hyperparameters = recipe_file["recipe"] | {
             "strategy": recipe_file["strategy"],
             "processes": len(recipe_file["devices"]),
         }
-        for key, value in values.items():
-            values[key] = value if isinstance(value, (bool, int, float)) else printable(value)
+        for name, value in hyperparameters.items():
+            if not isinstance(value, (bool, int, float)):
+                hyperparameters[name] = printable(value)
         for tracker in self.started:
-            tracker.store_init_configuration(values)
+            tracker.store_init_configuration(hyperparameters)
 
     def ids(self) -> dict[str, str]:
-        """Return the W&B run's id and address for recipe.json, or {} without W&B."""
+        """Return the id and address of the W&B run for recipe.json, or {} without W&B."""
         runs = [tracker.run for tracker in self.started if isinstance(tracker, _WandB)]
         ids = {"wandb_id": runs[0].id, "wandb_url": runs[0].url} if runs else {}
-        return {name: value for name, value in ids.items() if value}  # an offline run has no address
+        return {name: value for name, value in ids.items() if value}  # An offline run has no address
 
     def log(self, values: dict[str, float], step: int) -> None:
         """Send metrics to all trackers."""
@@ -73,42 +75,43 @@ class Trackers:
             tracker.log(values, step=step)
 
     def show(self, files: list[Path], step: int) -> None:
-        """Send PNG files as `plots/<name>`. An error is logged and does not end training."""
+        """Send PNG files as `plots/<name>`. An error is logged but does not end training."""
         from PIL import Image
 
         for tracker in self.started:
-            # TensorBoard needs the layout [1, H, W, 3]. The other trackers accept single images.
+            # TensorBoard needs the layout [1, H, W, 3]. W&B and trackio accept single images.
             layout = {"dataformats": "NHWC"} if isinstance(tracker, _TensorBoard) else {}
             try:
                 for file in files:
                     with Image.open(file) as image:
                         pixels = np.asarray(image.convert("RGB"))[None]
                     tracker.log_images({f"plots/{file.stem}": pixels}, step=step, **layout)
-            except Exception as error:  # libraries and disks cause many types of errors
-                log.info(f"{tracker.name} does not have the pictures ({error}). They are in plots/")
+            except Exception as error:  # Tracking libraries and disks cause many types of errors
+                log.info(f"{tracker.name} did not receive the plots in plots/ ({error})")
 
     def finish(self, failed: bool) -> None:
-        """Close all trackers. `failed`: mark the run as failed."""
+        """Close all trackers. `failed` is True if trackers should mark the run as failed."""
         for tracker in self.started:
             tracker.finish(failed)
 
 
 def _without_full_disks(args: threading.ExceptHookArgs) -> None:
-    """Hide tracebacks of TensorBoard's thread, because the main thread raises the same error again."""
+    """Hide disk errors of TensorBoard's thread, because the main thread raises the same errors."""
     if not isinstance(args.exc_value, OSError) or not is_tensorboard_writer(args.thread):
         threading.__excepthook__(args)
 
 
 class _TensorBoard(TensorBoardTracker):
-    """TensorBoard tracker that stores hyper-parameters in the run itself.
+    """TensorBoard tracker that stores hyperparameters in the TensorBoard run of the curves.
 
-    Accelerate's tracker would create a second run through torch's add_hparams (pytorch/pytorch#32651).
+    Accelerate's tracker would create a second TensorBoard run, because it uses torch's add_hparams
+    (pytorch/pytorch#32651).
     """
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         from torch.utils.tensorboard.summary import hparams
 
-        # TensorBoard shows the last values of the curves with these names next to the hyper-parameters.
+        # Next to the hyperparameters, TensorBoard shows the last values of the curves in HEADLINES.
         *start, self.success = hparams(values, dict.fromkeys(HEADLINES, 0.0))
         for summary in start:
             self.writer.file_writer.add_summary(summary)
@@ -133,10 +136,10 @@ class _Trackio(TrackioTracker):
 
 
 class _WandB(WandBTracker):
-    """W&B tracker with the optimizer step as the axis of all curves.
+    """W&B tracker that uses the optimizer step as the horizontal axis of all curves.
 
-    W&B's built-in counter does not accept the same step twice. An error is logged once. It ends logging to
-    W&B, but not training.
+    The built-in step counter of W&B does not accept the same step twice. The first error is logged and ends
+    logging to W&B, but does not end training.
     """
 
     ended = False
@@ -153,26 +156,26 @@ class _WandB(WandBTracker):
             super().log(values | {"step": step})
         except Exception as error:
             self.ended = True
-            log.info(f"W&B has stopped ({error}). metrics.jsonl contains all metrics")
+            log.info(f"logging to W&B has stopped ({error}). metrics.jsonl contains all metrics")
 
     def finish(self, failed: bool) -> None:
         if self.ended:
             return
         if not self.run.offline:
-            log.info(f"sending the remaining data to W&B, for at most {FINISH_S} s")
+            log.info(f"uploading the remaining data to W&B for at most {FINISH_S} s")
         try:
             self.run.finish(exit_code=int(failed))
         except Exception as error:
-            log.info(f"W&B does not have all data ({error}). {_send_later(Path(self.run.dir).parents[2])}")
+            log.info(f"W&B did not receive all data ({error}). {_send_later(Path(self.run.dir).parents[2])}")
 
 
 def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB | None:
-    """Start or continue a W&B run. Returns None if W&B is disabled.
+    """Start or resume a W&B run. Return None if W&B is disabled.
 
-    The W&B run is offline if there is no API key, or if no server accepts the run. W&B's environment
-    variables override the names of run and project. docs/launching.md lists some of these variables.
+    The W&B run is offline if no API key is configured, or if no server accepts the run. Environment variables
+    of W&B override the names of the run and the project. docs/launching.md lists some of these variables.
     """
-    # Otherwise, W&B's error reports would wait for the same unavailable server at the end of the run.
+    # W&B's error reports would wait for an unavailable server at the end of the run.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
@@ -185,7 +188,7 @@ def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB | Non
         stop_fn=_save_and_stop,
     )
     if wandb.setup(settings).settings.mode == "disabled":
-        log.info("W&B is off (WANDB_MODE=disabled)")
+        log.info("W&B is disabled by WANDB_MODE=disabled")
         return None
     options = {
         "dir": folder,
@@ -197,25 +200,25 @@ def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB | Non
     tracker = _WandB(os.environ.get("WANDB_PROJECT", project), **options)
     offline = _WandB(tracker.run_name, **options | {"mode": "offline"})
     try:
-        # Without a key, wandb.init would prompt for one.
+        # Without an API key, wandb.init would prompt for a key.
         if wandb.setup(settings).settings.mode in ("online", "run") and wandb.api.api_key is None:
-            log.info(f"W&B has no key (wandb login): the run is logged offline. {_send_later(folder)}")
+            log.info(f"no W&B API key is configured, so the run is logged offline. {_send_later(folder)}")
             tracker = offline
         tracker.start()
-    except Exception as error:  # for example a wrong key, an unavailable server or a missing service process
-        log.info(f"W&B does not accept the run ({error}). It is logged offline. {_send_later(folder)}")
-        wandb.teardown()  # otherwise, the offline run would wait for the same server
+    except Exception as error:  # The API key, the server or W&B's service process may cause the error
+        log.info(f"W&B did not accept the run ({error}), so the run is logged offline. {_send_later(folder)}")
+        wandb.teardown()  # Without teardown(), the offline run would wait for the same server
         tracker = offline
         tracker.start()
-    log.info(f"W&B run {tracker.run.id if tracker.run.offline else tracker.run.url}")
+    log.info(f"the W&B run is {tracker.run.id if tracker.run.offline else tracker.run.url}")
     return tracker
 
 
 def _save_and_stop() -> None:
-    """Stop the run with a checkpoint, like SIGTERM. By default, W&B sends SIGINT, which saves nothing."""
-    log.info("W&B's Stop button was pressed: saving a checkpoint")
+    """Send SIGTERM, which saves a checkpoint and ends the run. W&B would send SIGINT, which saves nothing."""
+    log.info("W&B's Stop button was pressed, so the run saves a checkpoint and ends")
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _send_later(folder: Path | str) -> str:
-    return f"Send it later with: wandb sync {shlex.quote(str(folder))}/wandb/*run-*"
+    return f"To upload the run later, log in and run: wandb sync {shlex.quote(str(folder))}/wandb/*run-*"

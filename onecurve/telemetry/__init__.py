@@ -1,4 +1,4 @@
 """Measurements during training: utilisation of hosts and GPUs, profiles and FLOPs.
 
-Start with sampling.py, which reads the counters of each host in a thread.
+Start with sampling.py, which samples the utilisation of each host in a thread.
 """

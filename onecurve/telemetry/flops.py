@@ -1,8 +1,8 @@
-"""Computes model FLOPs and model FLOPs utilisation (MFU), the fraction of the devices' peak that is used.
+"""Computes model FLOPs and model FLOPs utilisation (MFU), the used fraction of the devices' peak performance.
 
-The definition follows arXiv 2204.02311, appendix B. An operation is one addition or multiplication, so a
-fused multiply-add counts as two operations. Recomputation by activation checkpointing is excluded.
-devices.yaml lists the peaks of GPUs. For CPUs, no peak is defined.
+The definition follows arXiv 2204.02311, appendix B. An operation is an addition or a multiplication, so a
+fused multiply-add consists of two operations. Operations that activation checkpointing repeats are excluded.
+devices.yaml lists the peak performance of GPUs. The peak performance of CPUs is not defined.
 """
 
 import copy
@@ -29,7 +29,7 @@ TABLE = Path(__file__).with_name("devices.yaml")
 
 @dataclass(frozen=True)
 class Device:
-    """A row of devices.yaml: peaks in 10^12 FLOP/s by dtype, memory in GB, links in GB/s (10^9 bytes)."""
+    """Entry of devices.yaml: peaks in 10^12 FLOP/s by dtype, memory in GB, bandwidth in GB/s (10^9 bytes)."""
 
     name: str
     peaks: dict[str, float]
@@ -38,28 +38,28 @@ class Device:
     link: str
     link_gb_s: float
     source: str
-    network_gb_s: float = 12.5  # network bandwidth per host, in one direction
+    network_gb_s: float = 12.5  # Network bandwidth per host in one direction
 
 
 @functools.cache
 def known_devices() -> tuple[Device, ...]:
-    """Return the rows of devices.yaml."""
+    """Return the entries of devices.yaml."""
     import yaml
 
     return tuple(Device(name, **row) for name, row in yaml.safe_load(TABLE.read_text()).items())
 
 
 def find_device(name: str) -> Device | None:
-    """Return the row for a device with this torch name, or None if the table does not contain the device."""
+    """Return the entry for a device name from torch, or None if devices.yaml does not contain the device."""
     rows = (device for device in known_devices() if f"{name}-".startswith(f"{device.name}-"))
     return max(rows, key=lambda device: len(device.name), default=None)
 
 
 def flops_per_image(build: Callable[[], nn.Module], size: int) -> float:
-    """Count the operations of a forward and backward pass for one image of size x size pixels.
+    """Count the operations in a forward and backward pass for one image of size x size pixels.
 
-    build: Function that returns the model. The function runs on the meta device, without weights or
-    computation.
+    `build` is a function that returns the model. The function runs on the meta device, so no memory is
+    allocated for weights, and no operations are computed.
     """
     with torch.device("meta"):
         model, images = build(), torch.zeros(2, 3, size, size)
@@ -70,59 +70,62 @@ def flops_per_image(build: Callable[[], nn.Module], size: int) -> float:
 
 @dataclass(frozen=True)
 class Utilisation:
-    """Values from which a run's MFU is computed, as stored in result.json."""
+    """Numbers from which the MFU of a run is computed. Both numbers are stored in result.json."""
 
     flops_per_image: float
-    peak_flops: float | None  # sum over the devices of all processes; None if one device is unknown
+    peak_flops: float | None  # Sum over the devices of all processes. None if a device is unknown
 
     def pct(self, images_per_s: float) -> float | None:
-        """Return the MFU in percent, or None if the peak is unknown."""
+        """Return the MFU in percent, or None if the peak performance is unknown."""
         return 100 * images_per_s * self.flops_per_image / self.peak_flops if self.peak_flops else None
 
 
 def utilisation(recipe: Recipe, classes: int, devices: list[str], precision: str) -> Utilisation | None:
-    """Return the values from which the MFU of the running train script is computed.
+    """Return the numbers from which the MFU of the running train script is computed.
 
-    The result is None for scripts without images or build_model, and if the image size changes during
-    training.
+    The function returns None for a script without images or without build_model, and if the image size
+    changes during training.
 
     Args:
-        recipe: The run's recipe.
+        recipe: Recipe of the run.
         classes: Number of classes.
-        devices: torch's device names for all processes.
+        devices: Device names of all processes, as torch reports them.
         precision: Value of --mixed_precision.
     """
-    build: Any = getattr(sys.modules["__main__"], "build_model", None)
-    if build is None or recipe.train_sizes or not isinstance(recipe, ImageRecipe):
+    build_model: Any = getattr(sys.modules["__main__"], "build_model", None)
+    if build_model is None or recipe.train_sizes or not isinstance(recipe, ImageRecipe):
         return None
-    fresh = copy.copy(recipe)  # dataclasses.replace() would refuse --freeze without weights
+    untrained_recipe = copy.copy(recipe)  # dataclasses.replace() would refuse --freeze without weights
     weight_flags = flags_where(type(recipe), "initial_weights")
     for field in dataclasses.fields(recipe):
         if field.name in weight_flags:
-            object.__setattr__(fresh, field.name, switched_off(field))
+            object.__setattr__(untrained_recipe, field.name, switched_off(field))
     try:
-        flops = flops_per_image(partial(build, fresh, classes), recipe.image_size)
-    except Exception as error:  # models may raise many types of errors
-        log.info(f"the model's operations can't be counted: {type(error).__name__}: {error}")
+        flops = flops_per_image(partial(build_model, untrained_recipe, classes), recipe.image_size)
+    except Exception as error:  # Models may raise many types of errors
+        log.info(f"the operations of the model can't be counted: {type(error).__name__}: {error}")
         return None
     return Utilisation(flops, total_peak(devices, precision))
 
 
 def total_peak(devices: list[str], precision: str) -> float | None:
-    """Return the sum of the devices' peaks, or None if a peak is unknown. Unknown GPUs are logged."""
+    """Return the total peak performance of the devices, or log unknown GPUs and return None."""
     peaks = {name: peak_flops(name, precision) for name in dict.fromkeys(devices)}
     if unknown := [name for name, peak in peaks.items() if peak is None]:
         if not unknown[0].startswith("CPU"):
-            log.info(f"no MFU: {', '.join(unknown)} is not in {shortest(TABLE)}, or not in this precision")
+            log.info(
+                f"the MFU is unknown, because {shortest(TABLE)} contains no peak performance of"
+                f" {', '.join(unknown)} in this precision"
+            )
         return None
     return sum(peaks[name] or 0.0 for name in devices)
 
 
 def peak_flops(name: str, precision: str) -> float | None:
-    """Return the peak operations per second of a device, or None if the table does not contain it.
+    """Return the peak operations per second of a device, or None if devices.yaml does not contain the device.
 
     Args:
-        name: torch's name of the device.
+        name: Name of the device, as torch reports it.
         precision: Value of --mixed_precision.
     """
     device = find_device(name)

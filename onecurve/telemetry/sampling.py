@@ -1,15 +1,18 @@
 """Samples the CPU, memory, network, disk and GPUs of each host during training.
 
-A thread in the first process of each host takes a sample every --telemetry_s seconds. It writes:
+A thread in the first process of each host takes a sample every --telemetry_s seconds. The samples are written
+to the following files:
 
-    telemetry-<host>.jsonl     a header at each start of the run, then one sample per line; the main process's
-                               headers also contain the process's age_s, and the run's earlier wall_s
-    nvidia-smi-<host>.txt      `nvidia-smi -q` at the start and after half of the steps, if it is installed
+    telemetry-<host>.jsonl     a header at each start of the run, then one sample per line. Headers of the
+    main
+                               process also contain the age_s of the process and the earlier wall_s of the run
+    nvidia-smi-<host>.txt      the output of `nvidia-smi -q`, if installed, at the start and after half of the
+    steps
 
 Only the main process writes files. Samples of the main process's host are written immediately. Samples of
-other hosts arrive with each checkpoint and at the end, so if a host is lost, its samples since the last
-checkpoint are lost as well. If a restart repeats steps, the earlier samples of these steps are kept. An error
-is logged once and does not end training.
+other hosts are sent with each checkpoint and at the end of the run. If a host is lost, the host's samples
+since the last checkpoint are also lost. If a restart repeats steps, the earlier samples of these steps are
+kept. An error is logged once but does not end training.
 """
 
 import json
@@ -41,11 +44,11 @@ from onecurve.system.threads import lower_priority
 from onecurve.telemetry.summary import GPU_NUMBERS, HOST_NUMBERS, HostSummary, summarize
 
 Item = TypeVar("Item")
-STOP_S = 2  # seconds that the end of a run waits for a busy sampler
-NVIDIA_SMI_S = 30  # seconds until timeout of nvidia-smi
-SHORTEST_S = 0.1  # shortest interval in seconds for a meaningful CPU utilisation
+STOP_S = 2  # Maximum number of seconds that the end of a run waits for a busy sampler
+NVIDIA_SMI_S = 30  # Timeout of nvidia-smi in seconds
+SHORTEST_S = 0.1  # Minimum seconds between two samples for a meaningful CPU utilisation
 MIB, GIB = 2**20, 2**30
-# nvidia-smi's names of throttle reasons, except for the reason that an idle GPU reports
+# Names of throttle reasons in nvidia-smi, except the reason that an idle GPU reports
 THROTTLE = (
     "applications_clocks_setting",
     "sw_power_cap",
@@ -59,12 +62,12 @@ THROTTLE = (
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """Host and device of one process."""
+    """Host and device of a process."""
 
     host: str
     local_rank: int
     device: str
-    gpu_uuid: str | None  # None on a CPU
+    gpu_uuid: str | None  # UUID of the GPU, or None on a CPU
 
 
 def this_process(accelerator: Accelerator) -> ProcessInfo:
@@ -76,15 +79,15 @@ def this_process(accelerator: Accelerator) -> ProcessInfo:
 
 @dataclass
 class SampledHost:
-    """A host of the job, sampled by its first process."""
+    """Host of the job that the first process on this host samples."""
 
-    name: str  # unique name that is safe in file names
+    name: str  # Unique name that is safe in file names
     first_rank: int
     gpus: dict[str, str] = field(default_factory=dict)  # {UUID: name} of the GPUs that the job uses
 
 
 def sampled_hosts(processes: list[ProcessInfo]) -> list[SampledHost]:
-    """Return the hosts in the order of ranks. Each local rank 0 begins a new host, even if names repeat."""
+    """Return the hosts in the order of ranks. Each local rank 0 adds a host, even if host names repeat."""
     hosts: list[SampledHost] = []
     for rank, process in enumerate(processes):
         if process.local_rank == 0:
@@ -97,16 +100,18 @@ def sampled_hosts(processes: list[ProcessInfo]) -> list[SampledHost]:
 
 
 class Telemetry:
-    """Telemetry of one process. Each host's first process samples in a thread. The main process writes.
+    """Telemetry of one process.
+
+    The first process on each host takes samples in a thread. Only the main process writes samples to files.
 
     Args:
         processes: Host and device of each rank.
         rank: Rank of this process.
-        folder: The run's folder on the main process, None on other processes.
-        interval_s: Seconds between samples. 0 disables sampling.
+        folder: Folder of the run on the main process, and None on other processes.
+        interval_s: Number of seconds between samples. 0 disables sampling.
         step: Function that returns the current training step.
-        steps: Number of steps of the whole run.
-        before_s: The run's wall_s before this process.
+        steps: Number of training steps of the whole run.
+        before_s: Value of the run's wall_s before this process started.
     """
 
     def __init__(
@@ -122,47 +127,47 @@ class Telemetry:
         self.folder, self.interval_s, self.step, self.before_s = folder, interval_s, step, before_s
         self.middle = steps // 2
         self.reported: set[str] = set()
-        self.unsent: deque[tuple[str, str]] = deque()  # (file name, text); not used on the main process
-        # Samples for the trackers; used only on the main process
+        self.unsent: deque[tuple[str, str]] = deque()  # (file name, text), not used on the main process
+        # Samples for the trackers, only on the main process
         self.unlogged: deque[dict[str, Any]] = deque()
         self.stopped, self.thread = threading.Event(), None
         host = next((host for host in sampled_hosts(processes) if host.first_rank == rank), None)
         if host and interval_s:
-            self.thread = threading.Thread(target=self._work, args=(host,), daemon=True)
+            self.thread = threading.Thread(target=self._sample_host, args=(host,), daemon=True)
             self.thread.start()
 
     def stop(self) -> None:
-        """Take a last sample and end the thread."""
+        """Take a last sample, and end the sampling thread."""
         self.stopped.set()
         if self.thread:
             self.thread.join(STOP_S)
 
     def take(self) -> list[tuple[str, str]]:
-        """Return (file name, text) pairs recorded since the last call, which the main process writes."""
+        """Return the (file name, text) pairs since the last call, which the main process writes to files."""
         return _drained(self.unsent)
 
     def append(self, pieces: list[tuple[str, str]]) -> None:
-        """Write the text from other processes. Main process only."""
+        """Write the (file name, text) pairs from other processes. Only the main process calls this method."""
         try:
             for name, text in pieces:
-                self._keep(name, text)
+                self._write_text(name, text)
         except OSError as error:
             self._complain(str(error))
 
     def means(self) -> dict[str, float]:
-        """Return mean values of the main process's host since the last call: {`telemetry/<name>`: value}."""
-        values: defaultdict[str, list[float]] = defaultdict(list)
+        """Return {`telemetry/<name>`: mean since the last call} for the host of the main process."""
+        series: defaultdict[str, list[float]] = defaultdict(list)
         for sample in _drained(self.unlogged):
-            parts: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [("", HOST_NUMBERS, sample)]
-            parts += [(f"gpu{gpu['index']}_", GPU_NUMBERS, gpu) for gpu in sample.get("gpus", [])]
-            for prefix, names, part in parts:
+            sources: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [("", HOST_NUMBERS, sample)]
+            sources += [(f"gpu{gpu['index']}_", GPU_NUMBERS, gpu) for gpu in sample.get("gpus", [])]
+            for prefix, names, measurements in sources:
                 for name in names:
-                    if part[name] is not None:
-                        values[f"telemetry/{prefix}{name}"].append(part[name])
-        return {name: fmean(series) for name, series in values.items()}
+                    if measurements[name] is not None:
+                        series[f"telemetry/{prefix}{name}"].append(measurements[name])
+        return {name: fmean(numbers) for name, numbers in series.items()}
 
     def summaries(self) -> list[HostSummary]:
-        """Return a summary for each host over all starts of the run. Main process only."""
+        """Return a summary for each host over all starts. Only the main process calls this method."""
         assert self.folder
         summaries = list[HostSummary]()
         for file in sorted(self.folder.glob("telemetry-*.jsonl")):
@@ -172,23 +177,28 @@ class Telemetry:
                 self._complain(str(error))
         return summaries
 
-    def _work(self, host: SampledHost) -> None:
-        """Write a header, a sample every interval_s seconds, and a last sample. Runs in a thread."""
+    def _sample_host(self, host: SampledHost) -> None:
+        """Write a header, a sample every interval_s seconds, and a last sample.
+
+        This method runs in a thread.
+        """
         lower_priority()
         try:
             meter, gpus = HostMeter(), open_gpus(list(host.gpus), self._complain)
             self._write_header(host)
             self._log_nvidia_smi(host)
             is_past_middle = self.step() >= self.middle
-            while not (last := self.stopped.wait(self.interval_s)) or meter.age_s() > SHORTEST_S:
-                sample = {"t": round(time.time(), 3), "step": self.step(), **meter.sample()}
-                self._write(host, sample | ({"gpus": [gpu.sample() for gpu in gpus]} if gpus else {}))
-                if last:
+            while not (is_last := self.stopped.wait(self.interval_s)) or meter.age_s() > SHORTEST_S:
+                sample: dict[str, Any] = {"t": round(time.time(), 3), "step": self.step(), **meter.sample()}
+                if gpus:
+                    sample["gpus"] = [gpu.sample() for gpu in gpus]
+                self._write_line(host, sample)
+                if is_last:
                     break
                 if not is_past_middle and self.step() >= self.middle:
                     is_past_middle = True
                     self._log_nvidia_smi(host)
-        except Exception as error:  # an error in telemetry must not end training
+        except Exception as error:  # An error in telemetry must not end training
             self._complain(f"host {host.name} is no longer sampled ({error})")
 
     def _write_header(self, host: SampledHost) -> None:
@@ -202,55 +212,55 @@ class Telemetry:
         }
         if self.folder:
             header |= {"before_s": round(self.before_s, 3), "age_s": round(own_age_s(), 3)}
-        self._write(host, header)
+        self._write_line(host, header)
 
     def _log_nvidia_smi(self, host: SampledHost) -> None:
         if shutil.which("nvidia-smi") is None:
             return
-        step, when = self.step(), time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        step, date = self.step(), time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         try:
-            answer = subprocess.run(
+            finished = subprocess.run(
                 ["nvidia-smi", "-q"], capture_output=True, text=True, errors="replace", timeout=NVIDIA_SMI_S
             )
         except (OSError, subprocess.TimeoutExpired) as error:
-            self._complain(f"no answer of nvidia-smi on host {host.name} ({error})")
+            self._complain(f"nvidia-smi did not respond on host {host.name} ({error})")
             return
-        text = f"# nvidia-smi -q, step {step}, {when}\n{answer.stdout}{answer.stderr}\n"
-        self._keep(f"nvidia-smi-{host.name}.txt", text)
+        report = f"# nvidia-smi -q, step {step}, {date}\n{finished.stdout}{finished.stderr}\n"
+        self._write_text(f"nvidia-smi-{host.name}.txt", report)
 
-    def _write(self, host: SampledHost, line: dict[str, Any]) -> None:
-        self._keep(f"telemetry-{host.name}.jsonl", json.dumps(line) + "\n")
+    def _write_line(self, host: SampledHost, line: dict[str, Any]) -> None:
+        self._write_text(f"telemetry-{host.name}.jsonl", json.dumps(line) + "\n")
         if self.folder and "step" in line:
             self.unlogged.append(line)
 
-    def _keep(self, name: str, text: str) -> None:
-        """Write the text into the run's folder, or keep it for the main process."""
+    def _write_text(self, name: str, text: str) -> None:
+        """Append the text to a file in the run folder, or keep the text for the main process."""
         if not self.folder:
             self.unsent.append((name, text))
             return
         with open_to_append(self.folder / name) as file:
             if file.tell():
                 file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":  # a full disk has truncated the last line
+                if file.read(1) != b"\n":  # A full disk has truncated the last line
                     file.write(b"\n")
             file.write(text.encode())
 
     def _complain(self, problem: str) -> None:
         if problem not in self.reported:
             self.reported.add(problem)
-            log.info(f"telemetry is not complete: {problem}")
+            log.info(f"the telemetry is incomplete: {problem}")
 
 
 def _drained(queue: deque[Item]) -> list[Item]:
-    """Empty a queue to which another thread may append, and return its items."""
+    """Remove and return all items in a queue. A different thread may append to the queue."""
     return [queue.popleft() for _ in range(len(queue))]
 
 
 class HostMeter:
-    """Meter for the utilisation of the whole host by all processes. Rates are means since the last sample."""
+    """Meter of a host's utilisation by all processes on the host. Rates are means since the last sample."""
 
     def __init__(self) -> None:
-        psutil.cpu_percent()  # the first value in a thread is meaningless
+        psutil.cpu_percent()  # The first value of cpu_percent() in a thread is meaningless
         self.sampled_at, self.totals = time.monotonic(), _totals_mib()
 
     def age_s(self) -> float:
@@ -258,7 +268,7 @@ class HostMeter:
         return time.monotonic() - self.sampled_at
 
     def sample(self) -> dict[str, float | None]:
-        """Return the utilisation since the last sample."""
+        """Return the utilisation of the host since the last sample."""
         elapsed_s, totals, memory = self.age_s(), _totals_mib(), psutil.virtual_memory()
         rates = {
             f"{name}_mib_s": total and round(max(0, total - (self.totals[name] or 0)) / elapsed_s, 3)
@@ -270,11 +280,11 @@ class HostMeter:
 
 
 def _totals_mib() -> dict[str, float | None]:
-    """Return totals in MiB since the host booted. Loopback interfaces and RDMA are excluded."""
+    """Return network and disk traffic in MiB since the host booted, without loopback interfaces and RDMA."""
     counters = [counter for name, counter in psutil.net_io_counters(pernic=True).items() if name != "lo"]
     try:
         disk = psutil.disk_io_counters()
-    except NotImplementedError:  # some containers lack /proc/diskstats
+    except NotImplementedError:  # Some containers do not provide /proc/diskstats
         disk = None
     return {
         "net_sent": sum(counter.bytes_sent for counter in counters) / MIB,
@@ -285,30 +295,32 @@ def _totals_mib() -> dict[str, float | None]:
 
 
 def open_gpus(uuids: list[str], complain: Callable[[str], None]) -> list["Gpu"]:
-    """Return the job's GPUs on this host, or an empty list if NVML is missing or does not know a GPU."""
+    """Return the job's GPUs on this host, or an empty list if NVML is missing or can't find a GPU."""
     if not uuids:
         return []
     try:
         import pynvml
     except ImportError:
-        complain("nvidia-ml-py is not installed, so the telemetry does not include GPUs")
+        complain("GPUs are not measured. Run `pip install nvidia-ml-py`")
         return []
     try:
         pynvml.nvmlInit()
         return [Gpu(pynvml, index, uuid, complain) for index, uuid in enumerate(uuids)]
     except pynvml.NVMLError as error:
-        complain(f"NVML does not know the job's GPUs ({error})")
+        complain(f"NVML can't find the job's GPUs ({error})")
         return []
 
 
 class Gpu:
-    """A GPU or a part of a GPU (MIG). Unsupported values are None. Not yet measured on a GPU.
+    """GPU or GPU partition (MIG). A measurement is None if the GPU does not support the measurement.
+
+    This class has not been tested on a GPU yet.
 
     Args:
-        nvml: The module pynvml.
+        nvml: Imported module pynvml.
         index: Index of the GPU among the job's GPUs on this host.
         uuid: UUID of the GPU, as torch reports it.
-        complain: Function that receives messages about errors, but not about unsupported values.
+        complain: Function that receives messages about errors, except about unsupported measurements.
     """
 
     def __init__(self, nvml: Any, index: int, uuid: str, complain: Callable[[str], None]):
@@ -317,32 +329,37 @@ class Gpu:
             self.handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         except nvml.NVMLError_NotFound:
             self.handle = nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
-        constants = {name: name.title().replace("_", "") for name in THROTTLE}
-        self.reasons = {n: getattr(nvml, f"nvmlClocksEventReason{c}") for n, c in constants.items()}
-        self.first_mj = self._get("TotalEnergyConsumption")
+        self.reason_bits = {
+            reason: getattr(nvml, f"nvmlClocksEventReason{reason.title().replace('_', '')}")
+            for reason in THROTTLE
+        }
+        self.first_mj = self._read_nvml("TotalEnergyConsumption")
 
     def sample(self) -> dict[str, Any]:
-        """Return a sample. `energy_wh` is the GPU counter's increase since this object was created."""
-        get = self._get
-        rates, memory, power_mw = map(get, ("UtilizationRates", "MemoryInfo", "PowerUsage"))
-        energy_mj, reasons = map(get, ("TotalEnergyConsumption", "CurrentClocksEventReasons"))
+        """Return a sample. `energy_wh` is the increase of the GPU's counter since this object was created."""
+        read = self._read_nvml
+        rates, memory, power_mw = map(read, ("UtilizationRates", "MemoryInfo", "PowerUsage"))
+        energy_mj, reason_mask = map(read, ("TotalEnergyConsumption", "CurrentClocksEventReasons"))
         has_energy = energy_mj is not None and self.first_mj is not None
+        reasons = None
+        if reason_mask is not None:
+            reasons = [reason for reason, bit in self.reason_bits.items() if reason_mask & bit]
         return {
             "index": self.index,
             "utilisation_pct": rates and rates.gpu,
             "memory_gib": memory and round(memory.used / GIB, 3),
             "power_w": None if power_mw is None else power_mw / 1e3,
-            "temperature_c": get("Temperature", self.nvml.NVML_TEMPERATURE_GPU),
-            "sm_clock_mhz": get("ClockInfo", self.nvml.NVML_CLOCK_SM),
-            "throttle": None if reasons is None else [n for n, bit in self.reasons.items() if reasons & bit],
+            "temperature_c": read("Temperature", self.nvml.NVML_TEMPERATURE_GPU),
+            "sm_clock_mhz": read("ClockInfo", self.nvml.NVML_CLOCK_SM),
+            "throttle": reasons,
             "energy_wh": round((energy_mj - self.first_mj) / 3.6e6, 4) if has_energy else None,
         }
 
-    def _get(self, name: str, *arguments: Any) -> Any:
+    def _read_nvml(self, name: str, *arguments: Any) -> Any:
         try:
             return getattr(self.nvml, f"nvmlDeviceGet{name}")(self.handle, *arguments)
         except self.nvml.NVMLError_NotSupported:
             return None
         except self.nvml.NVMLError as error:
-            self.complain(f"{name} of GPU {self.index} failed ({error})")
+            self.complain(f"NVML could not read {name} of GPU {self.index} ({error})")
             return None

@@ -1,4 +1,4 @@
-"""Summarizes a host's telemetry: means, maxima and energy."""
+"""Summarizes the telemetry of a host with means, maxima and energy."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ GPU_NUMBERS = ("utilisation_pct", "memory_gib", "power_w", "temperature_c", "sm_
 
 
 class HostSummary(TypedDict):
-    """Telemetry of one host over all starts of a run, as stored in result.json."""
+    """Summary of one host's telemetry over all starts of a run. result.json contains these summaries."""
 
     host: str
     samples: int
@@ -42,31 +42,31 @@ class HostSummary(TypedDict):
 
 @dataclass
 class Numbers:
-    """Mean and maximum of a stream of numbers. The numbers are not stored, and None is ignored."""
+    """Mean and maximum of a stream of numbers. The stream is not stored."""
 
     count: int = 0
     total: float = 0.0
     largest: float | None = None
 
     def add(self, value: float | None) -> None:
-        """Add a number. None is ignored."""
+        """Add a number to the stream, or ignore None."""
         if value is not None:
             self.count, self.total = self.count + 1, self.total + value
             self.largest = value if self.largest is None else max(self.largest, value)
 
     @property
     def mean(self) -> float | None:
-        """Mean of the numbers, or None without numbers."""
+        """Mean of the numbers, or None if no number was added."""
         return self.total / self.count if self.count else None
 
 
 @dataclass
 class Energy:
-    """Energy of one GPU in one start, from the GPU's counter or else from the integral of its power."""
+    """Energy used by one GPU in one start. Without a counter on the GPU, the power is integrated."""
 
     counted_wh: float | None = None
     joules: float = 0.0
-    last: tuple[float, float] | None = None  # time in s and power in W
+    last: tuple[float, float] | None = None  # (time in s, power in W)
 
     def add(self, t: float, counted_wh: float | None, power_w: float | None) -> None:
         self.counted_wh = self.counted_wh if counted_wh is None else counted_wh
@@ -84,21 +84,19 @@ class Energy:
 def summarize(file: Path) -> HostSummary:
     """Summarize one telemetry-<host>.jsonl over all starts of a run.
 
-    Values are means, except for GPU memory, GPU temperature and host memory, for which the maximum is
-    returned. Values that were never measured are None.
-
     Returns:
-        The summary. `energy_wh` is the sum over all GPUs and starts. It is None unless every GPU reported
-        energy or power in every start. `throttled_pct` is the percentage of GPU samples with a throttle
-        reason. `throttle` lists the reasons.
+        The summary contains maxima of GPU memory, GPU temperature and host memory, and means of all other
+        measurements. A quantity that was never measured is None. `energy_wh` is the sum over all GPUs and
+        starts, or None if a GPU reported neither energy nor power in a start. `throttled_pct` is the
+        percentage of GPU samples with a throttle reason. `throttle` lists the throttle reasons.
 
     Raises:
-        ValueError: The file contains lines that are not telemetry.
+        ValueError: If the file contains lines that are not telemetry.
     """
     samples, gpus, starts = 0, 0, 0
-    values: dict[str, Numbers] = defaultdict(Numbers)
+    measurements: dict[str, Numbers] = defaultdict(Numbers)
     reasons: set[str] = set()
-    energies: dict[tuple[int, int], Energy] = defaultdict(Energy)  # energy by start and GPU
+    energies: dict[tuple[int, int], Energy] = defaultdict(Energy)  # {(start, GPU index): energy}
     try:
         for line in json_lines(file):
             if "host" in line:
@@ -106,42 +104,43 @@ def summarize(file: Path) -> HostSummary:
                 continue
             samples += 1
             for name in HOST_NUMBERS:
-                values[name].add(line[name])
+                measurements[name].add(line[name])
             for gpu in line.get("gpus", []):
                 for name in GPU_NUMBERS:
-                    values[f"gpu_{name}"].add(gpu[name])
-                values["throttled"].add(None if gpu["throttle"] is None else 100 * bool(gpu["throttle"]))
+                    measurements[f"gpu_{name}"].add(gpu[name])
+                throttled_pct = None if gpu["throttle"] is None else 100 * bool(gpu["throttle"])
+                measurements["throttled"].add(throttled_pct)
                 reasons.update(gpu["throttle"] or ())
                 energies[starts, gpu["index"]].add(line["t"], gpu["energy_wh"], gpu["power_w"])
     except (KeyError, TypeError, AttributeError):
-        raise ValueError(f"{file} has lines that are not telemetry") from None
+        raise ValueError(f"{file} contains lines that are not telemetry") from None
     return {
         "host": file.stem.removeprefix("telemetry-"),
         "samples": samples,
         "gpus": gpus,
-        "utilisation_pct": values["gpu_utilisation_pct"].mean,
-        "gpu_memory_gib": values["gpu_memory_gib"].largest,
-        "power_w": values["gpu_power_w"].mean,
-        "temperature_c": values["gpu_temperature_c"].largest,
-        "sm_clock_mhz": values["gpu_sm_clock_mhz"].mean,
-        "throttled_pct": values["throttled"].mean,
+        "utilisation_pct": measurements["gpu_utilisation_pct"].mean,
+        "gpu_memory_gib": measurements["gpu_memory_gib"].largest,
+        "power_w": measurements["gpu_power_w"].mean,
+        "temperature_c": measurements["gpu_temperature_c"].largest,
+        "sm_clock_mhz": measurements["gpu_sm_clock_mhz"].mean,
+        "throttled_pct": measurements["throttled"].mean,
         "throttle": sorted(reasons),
         "energy_wh": _total([energy.wh for energy in energies.values()]),
-        "cpu_pct": values["cpu_pct"].mean,
-        "net_sent_mib_s": values["net_sent_mib_s"].mean,
-        "net_received_mib_s": values["net_received_mib_s"].mean,
-        "disk_read_mib_s": values["disk_read_mib_s"].mean,
-        "disk_written_mib_s": values["disk_written_mib_s"].mean,
-        "memory_gib": values["memory_gib"].largest,
+        "cpu_pct": measurements["cpu_pct"].mean,
+        "net_sent_mib_s": measurements["net_sent_mib_s"].mean,
+        "net_received_mib_s": measurements["net_received_mib_s"].mean,
+        "disk_read_mib_s": measurements["disk_read_mib_s"].mean,
+        "disk_written_mib_s": measurements["disk_written_mib_s"].mean,
+        "memory_gib": measurements["memory_gib"].largest,
     }
 
 
 def energy_wh(summaries: list[HostSummary]) -> float | None:
-    """Return the energy over all hosts, or None if there are no GPUs or a host did not report energy."""
+    """Return the energy of all hosts in Wh, or None without GPUs or without the energy of a host."""
     return _total([host["energy_wh"] for host in summaries if host["gpus"]])
 
 
 def _total(numbers: list[float | None]) -> float | None:
-    """Return the sum, or None if the list is empty or contains None."""
+    """Return the sum of the numbers, or None if the list is empty or contains None."""
     measured = [number for number in numbers if number is not None]
     return sum(measured) if measured and len(measured) == len(numbers) else None

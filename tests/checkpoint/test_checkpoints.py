@@ -83,7 +83,7 @@ def test_killed_in_a_commit(parts, straight, tmp_path):
         assert mark(folder).exists()
         output = run(words)
         assert "continuing at step" in output
-        assert "which is dead: taken over" in output
+        assert "has ended" in output
         assert_same_end(folder / "run", straight[0])
         assert not list((folder / "run" / "checkpoints").glob(".*"))
 
@@ -159,7 +159,7 @@ def test_gives_up_after_three_restarts_without_a_new_checkpoint(stoppable, tmp_p
     status, output = Job(words, cwd=stoppable, env={"STOP_AT": "6"}).wait()
     assert status != 0
     assert output.count("continuing at step 4") == 1 + 3, output
-    assert "3 restarts without a new checkpoint since step 4: giving up" in output
+    assert "restarted the job 3 times without a new checkpoint since step 4." in output
     assert verify(latest(tmp_path / "run")).step == 4
 
 

@@ -119,7 +119,7 @@ def test_a_fresh_machine_resumes_from_the_bucket(bucket, straight, tmp_path):  #
     for name in ("other", "further"):
         status, output = bucket.start(tmp_path / name, "--lr", "0.1").wait()
         assert status == 1
-        assert "is of another recipe (--lr was 0.01, now 0.1)" in output
+        assert "belongs to a different recipe (--lr was 0.01, now 0.1)" in output
     assert not (tmp_path / "other" / "checkpoints").exists(), "a checkpoint of another run was downloaded"
     assert bucket.steps()[-1] == 14
     output = bucket.run(tmp_path / "second")
@@ -139,7 +139,7 @@ def test_a_fresh_machine_resumes_from_the_bucket(bucket, straight, tmp_path):  #
     assert len(bucket.steps()) <= 3
     status, output = bucket.start(tmp_path / "third").wait()
     assert status == 1
-    assert "holds a run already, which is finished" in output
+    assert "already contains a run, which is finished" in output
 
 
 def test_an_older_log_is_replaced_by_another_machines_log(bucket, tmp_path):
@@ -175,7 +175,7 @@ def test_killed_between_data_and_manifest(bucket, straight, tmp_path):  # noqa: 
     # Another machine can see only step 8, and the run's lock belongs to a dead process of this machine.
     output = bucket.run(tmp_path / "elsewhere", "--max_steps", "9")
     assert "continuing at step 8" in output
-    assert "which is dead: taken over" in output
+    assert "has ended" in output
     # The folder contains later checkpoints, whose upload is finished now.
     assert "continuing at step" in bucket.run(folder)
     assert bucket.steps()[-1] == 24
@@ -202,7 +202,7 @@ def test_another_machine_finishes_a_run_that_was_stopped_in_its_last_upload(buck
     assert "continuing at step 4" in bucket.run(tmp_path / "second", *flags)
     assert result(tmp_path / "second")["uploaded"] is True
     status, output = bucket.start(tmp_path / "third", *flags).wait()
-    assert (status, "holds a run already, which is finished" in output) == (1, True)
+    assert (status, "already contains a run, which is finished" in output) == (1, True)
 
 
 @pytest.mark.full
@@ -409,7 +409,7 @@ def test_an_intact_copy_in_the_bucket_replaces_a_damaged_checkpoint(bucket, tmp_
     words = [*HELLO, "--output_dir", tmp_path / "other", "--resume", f"{bucket.url}/nothing"]
     status, output = Job(words, env=bucket.env).wait()
     assert status == 1
-    assert "holds no checkpoint" in output
+    assert "contains no checkpoint" in output
 
 
 def test_a_run_killed_after_starting_from_anothers_checkpoint_is_still_new(bucket, mirror, tmp_path):

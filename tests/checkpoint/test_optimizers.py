@@ -118,7 +118,7 @@ def test_another_optimizer_is_refused_or_its_state_is_reset(tmp_path, project_co
     status, output = Job([*words, "20"], cwd=project_copy).wait()
     assert status == 1
     assert "contains the state of torch.optim.adamw.AdamW (exp_avg, exp_avg_sq, step)" in output
-    assert "--allow_changed optimizer to reset its state" in output
+    assert "--allow_changed optimizer to reset the state" in output
     assert "Traceback" not in output
     output = run([*words, "20", "--allow_changed", "optimizer"], cwd=project_copy)
     assert "the optimizer's state is reset" in output

@@ -266,13 +266,13 @@ def test_a_changed_recipe_is_refused_unless_a_flag_allows_it(tmp_path, cache):
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     status, output = Job([*words, "--lr", "0.001"]).wait()
     assert status == 1
-    assert "holds a run already (--lr was 0.003, now 0.001;" in output
+    assert "already contains a run with a different recipe (--lr was 0.003, now 0.001;" in output
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     assert "--allow_changed" in output
     elsewhere = [*words, "--resume", folder, "--output_dir", tmp_path / "other"]
     status, output = Job([*elsewhere, "--seed", "1"]).wait()
     assert status == 1
-    assert "is of another recipe (--seed was 0, now 1)" in output
+    assert "belongs to a different recipe (--seed was 0, now 1)" in output
     for changed in (["--batch_size", "48"], ["--lr", "0.001"]):
         allowed = [*changed, "--allow_changed", changed[0].lstrip("-"), "--max_steps", "10"]
         assert "continuing at step 9" in run([*elsewhere[:-1], tmp_path / changed[1], *allowed])

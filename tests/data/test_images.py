@@ -228,7 +228,7 @@ def test_a_run_of_an_earlier_version_is_not_resumed_with_another_crop():
     opening = Opening(None, ImageRecipe(), None, None, None, "pets-1", ("a", "b"), True)
     checkpoint = Checkpoint(Path("step_00000004"), {"data": "pets-1", "cropped": False, "step": 4})
     with pytest.raises(
-        ValueError, match=r"were whole, because an earlier version chose.* Now they are cropped"
+        ValueError, match=r"on whole images, because an earlier version .* uses cropped images"
     ):
         opening._from_checkpoint(checkpoint, is_new=False)
 

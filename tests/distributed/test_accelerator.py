@@ -156,10 +156,10 @@ def test_an_error_that_does_not_mention_memory_is_quoted():
     error = RuntimeError("GET was unable to find an engine to execute this computation\nC++ stack")
     message = out_of_memory(on_cpu, batch, error)
     assert message.startswith("out of memory on CPU")
-    assert "try --per_device_batch_size 16" in message
-    assert message.endswith("(the error was: GET was unable to find an engine to execute this computation)")
-    assert "the error was" not in out_of_memory(on_cpu, batch, RuntimeError("CUDA error: out of memory"))
-    assert "the error was" not in out_of_memory(on_cpu, batch, MemoryError())
+    assert "Try --per_device_batch_size 16" in message
+    assert message.endswith(". The error was: GET was unable to find an engine to execute this computation")
+    assert "The error was" not in out_of_memory(on_cpu, batch, RuntimeError("CUDA error: out of memory"))
+    assert "The error was" not in out_of_memory(on_cpu, batch, MemoryError())
 
 
 def test_no_more_threads_than_cores(monkeypatch):

@@ -92,7 +92,7 @@ def test_a_checkpoint_on_the_other_hosts_disk_is_refused(tmp_path, cache):
     words, output_flags = [ROOT / CNN[0], *CNN[1:], *FLAGS], ["--output_dir", "run"]
     jobs = two_hosts(tmp_path, cache, words, (tmp_path / "a", tmp_path / "b"), (output_flags, output_flags))
     assert all(status != 0 for status, _ in jobs)
-    assert "has the run's checkpoint of step 9 in run, but " in jobs[0][1] + jobs[1][1]
+    assert "stores the run's checkpoint of step 9 in run, but " in jobs[0][1] + jobs[1][1]
 
 
 def test_other_code_on_one_host(project_copy, tmp_path, cache):
@@ -218,5 +218,5 @@ def test_ctrl_c_ends_everything(tmp_path, cache):
     status, output = job.wait(timeout_s=60)
     assert status != 0
     wait_until(lambda: not any(map(is_alive, ranks)), timeout_s=10)
-    assert output.count("\ninterrupted: run the same command to resume ") == 1, output
+    assert output.count("\ninterrupted: run the same command to ") == 1, output
     assert "train_cnn_a.py" not in output, output  # Only torchrun prints a traceback

@@ -158,7 +158,7 @@ def test_restarts_without_progress_are_counted_in_the_run_folder(tmp_path, monke
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "7")
     for _ in range(4):
         count_restarts(tmp_path, 10)
-    with pytest.raises(ValueError, match="3 restarts without a new checkpoint since step 10"):
+    with pytest.raises(ValueError, match="3 times without a new checkpoint since step 10"):
         count_restarts(tmp_path, 10)
     for _ in range(4):
         count_restarts(tmp_path, 20)

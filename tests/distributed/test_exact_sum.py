@@ -197,7 +197,7 @@ def test_sums_that_cannot_be_exact_end_all_processes(mistake, project_copy, tmp_
 
 
 def test_gradients_in_bf16_are_refused():
-    with pytest.raises(ValueError, match="--grad_compression bf16 rounds sums of gradients"):
+    with pytest.raises(ValueError, match="--grad_compression bf16 rounds gradient sums"):
         ImageRecipe(deterministic=True, grad_compression="bf16")
 
 

@@ -138,7 +138,7 @@ def test_zero_does_not_skip_a_step_silently(strategy, precision, project_copy, t
 def test_a_resume_in_another_precision_reports_the_change():
     types = vars(Precision("bf16", "autocast", "fp32"))
     writer = {"mixed_precision": "bf16", "half_precision": "weights", "gradient_reduction": "bf16"}
-    message = "half_precision autocast (it was weights), gradient_reduction fp32 (it was bf16)"
+    message = "half_precision autocast (previously weights), gradient_reduction fp32 (previously bf16)"
     assert changed_types(writer, types) == message
     assert changed_types(types, types) == changed_types({}, types) == ""
 

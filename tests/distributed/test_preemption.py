@@ -223,7 +223,7 @@ def test_ctrl_c_reports_the_step_at_which_the_run_resumes(tmp_path):
     job.process.send_signal(signal.SIGINT)
     status, output = job.wait()
     assert status == 130
-    assert output.splitlines()[-1] == "interrupted: run the same command to resume from the beginning"
+    assert output.splitlines()[-1] == "interrupted: run the same command to start from the beginning"
     assert result(tmp_path / "early")["error"] == "interrupted"
     words = [*SLOW, "--output_dir", tmp_path / "run"]
     job = Job(words)

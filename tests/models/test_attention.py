@@ -352,7 +352,7 @@ def test_a_run_records_the_kernel_as_a_package():
     current = versions(with_kernel)
     assert current.items() - versions(without).items() == {("short_attention", kernel_version())}
     assert versions() == versions(without)
-    message = f"short_attention {kernel_version()} (it was none)"
+    message = f"short_attention {kernel_version()} (previously none)"
     assert changed_packages(versions(without), current) == message
     assert changed_packages(current, current) == changed_packages(None, current) == ""
     facts = {"deterministic": True, "strategy": "ddp"}

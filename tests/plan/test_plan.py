@@ -247,7 +247,7 @@ def test_a_plan_reports_its_progress(monkeypatch):
     [
         (["--gpu", "Abacus", *SMALL], "--gpu Abacus is not in the table of devices. Choose one of Tesla T4"),
         (["--gpu", "Tesla T4", "nothing.py"], "the script nothing.py does not exist"),
-        (["--gpu", "Tesla T4", "--gpus", "3", *SMALL], "--batch_size 64 does not divide among 3 processes"),
+        (["--gpu", "Tesla T4", "--gpus", "3", *SMALL], "64 is not divisible by the number of processes (3)"),
         (
             ["--gpu", "Tesla T4", "--gpus", "2", *SMALL, "--per_device_batch_size", "64"],
             "--batch_size 64 is not a multiple of --per_device_batch_size 64 x 2 processes",

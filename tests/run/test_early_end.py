@@ -49,7 +49,7 @@ def assert_ended(folder, whole, end: int, by: str, output: str) -> None:
     """Check that the run followed the schedule of all steps, and that outputs show the best weights and the
     reason.
     """
-    facts, sentence = result(folder), f"ended at step {end} of {TOTAL}, by {by}"
+    facts, sentence = result(folder), f"ended at step {end} of {TOTAL} because of {by}"
     expected = {"status": "finished", "steps": end, "total_steps": TOTAL, "stopped_by": by, "best_step": BEST}
     assert expected.items() <= facts.items()
     assert {BEST, end} <= set(steps_in(folder / "checkpoints"))

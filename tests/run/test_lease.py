@@ -29,7 +29,7 @@ def test_a_second_run_is_refused_and_the_first_continues(tmp_path):
     assert output.count("error: ") == 1, output
     record = json.loads((tmp_path / "run" / "owner.json").read_text())
     assert record["pid"] == job.process.pid
-    assert f"process {job.process.pid} on host {record['host']} since {record['since']}" in output
+    assert f"process {job.process.pid} on host {record['host']} (started {record['since']})" in output
     assert job.process.poll() is None
     job.process.terminate()
     assert job.wait()[0] == 75
@@ -90,8 +90,8 @@ def test_a_dead_owners_record_is_taken_over(changes, is_watched, second_round, t
     monkeypatch.setattr(lease_module, "WATCH_S", 0.5)
     foreign_record(tmp_path, **changes)
     owner, lines = take_lease(tmp_path), capsys.readouterr().out.splitlines()
-    assert ["waiting 0.5 s" in line and "on host far" in line for line in lines[:-1]] == [True] * is_watched
-    assert lines[-1].endswith("which is dead: taken over")
+    assert ["up to 0.5 s" in line and "on host far" in line for line in lines[:-1]] == [True] * is_watched
+    assert lines[-1].endswith("has ended")
     owner.release()
 
 
@@ -121,9 +121,8 @@ def test_a_record_that_was_removed_is_not_another_owner(tmp_path, monkeypatch):
     owner = take_lease(tmp_path)
     (tmp_path / "owner.json").unlink()
     wait_until(lambda: owner.lost)
-    assert (
-        owner.lost == f"{tmp_path} has no owner.json any more. It was removed, or another run used the folder"
-    )
+    message = f"{tmp_path} no longer contains owner.json. A user deleted this file, or another run used"
+    assert owner.lost == f"{message} {tmp_path}"
 
 
 def test_the_age_of_a_process_does_not_change_with_the_clock(monkeypatch):
@@ -230,7 +229,7 @@ def test_a_recipe_json_that_can_not_be_read_is_refused(content, tmp_path):
     open_folder(tmp_path).release()
     file = tmp_path / script_name() / "named" / "recipe.json"
     file.write_text(content)
-    with pytest.raises(ValueError, match=f"{file} can't be read .*Remove that file") as error:
+    with pytest.raises(ValueError, match=f"{file} can't be read .*Delete the file") as error:
         open_folder(tmp_path)
     assert "\n" not in str(error.value)
     assert [path.name for path in file.parent.parent.iterdir()] == ["named"]
@@ -263,7 +262,9 @@ def test_a_folder_of_another_program_is_refused_before_anything_is_written(name,
     (folder / name).parent.mkdir(parents=True)
     (folder / name).write_text(FOREIGN[name])
     before = {path: path.stat() for path in folder.rglob("*")}
-    with pytest.raises(ValueError, match=f"--output_dir {folder} holds {name}, but no run. .*another folder"):
+    with pytest.raises(
+        ValueError, match=f"--output_dir {folder} contains {name}, but no run. .*different folder"
+    ):
         open_folder(tmp_path, output_dir=str(folder))
     assert {path: path.stat() for path in folder.rglob("*")} == before
     folder.rename(tmp_path / "named")
@@ -296,6 +297,6 @@ def test_a_folder_of_a_start_that_ended_early_is_used(name, tmp_path):
 def test_a_record_with_any_content_is_one_bounded_line(content):
     assert isinstance(lease_module._parsed(content.decode(errors="replace")), dict)
     odd = {"host": "\x1b[31m" + "h" * 5000, "pid": [1] * 1000, "since": {"\n": 1}}
-    text = lease_module._who(lease_module._parsed(json.dumps(odd)))
+    text = lease_module._owner_in_words(lease_module._parsed(json.dumps(odd)))
     assert text.isprintable()
     assert len(text) < 700

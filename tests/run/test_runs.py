@@ -56,12 +56,13 @@ def test_an_unfinished_run_with_one_other_value_is_named(tmp_path):
     words += ["--epochs", 9, "--max_steps"]
     run([*words, 3])
     output = run([*words, 6, "--lr", "0.03", "--seed", "1"])  # Two changed values mean a different experiment
-    assert "holds an unfinished run" not in output
+    assert "contains an unfinished run" not in output
     output = run([*words, 6, "--seed", "1"])
     first = tmp_path / "train_hello" / "mine_9"
-    message = f"{first} holds an unfinished run (--seed was 0, now 1). To resume it, use that run's value"
+    message = f"{first} contains an unfinished run that differs in one flag (--seed was 0, now 1). To resume"
+    message = f"{message} that run, specify the earlier value of the flag"
     assert message in output.splitlines()
-    assert "holds an unfinished run" not in run([*words, 6])  # This command resumes the run
+    assert "contains an unfinished run" not in run([*words, 6])  # This command resumes the run
 
 
 def test_a_run_that_began_on_another_number_of_processes_is_named(tmp_path):
@@ -82,14 +83,14 @@ def test_a_run_that_began_on_another_number_of_processes_is_named(tmp_path):
     assert is_owned(other)  # The output would not mention a run with a live owner
     lease.release()
     assert not is_owned(other)
-    message = f"{other} holds an unfinished run of this recipe, which began with another number of processes"
+    message = f"{other} contains an unfinished run of this recipe that began with a different number"
     output = run([*words, 4])
     assert message in output
     assert f"add --name {other.name}\n" in output
-    assert f"run folder {first_folder}\n" in output
+    assert f"the run folder is {first_folder}\n" in output
     shutil.rmtree(first_folder)
     output = run([*words, 5], env={"TORCHELASTIC_MAX_RESTARTS": "3"})
-    assert f"continuing at step 3 with {other}" in output
+    assert f"continuing at step 3 with the checkpoint {other}" in output
     assert not first_folder.exists()
 
 
@@ -116,20 +117,20 @@ def test_a_table_says_which_weights_to_use_and_why(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     print_result(tmp_path, 2 / 3)
     rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "│ 95 % interval of the best accuracy │ 0.8647 to 0.9269 │" in rows
-    assert "│ chance: share of the largest class │ 0.6667 │" in rows
+    assert "│ 95 % confidence interval of the best accuracy │ 0.8647 to 0.9269 │" in rows
+    assert "│ chance level (share of the largest class) │ 0.6667 │" in rows
     use_this = "use this: averaged weights (EMA), best accuracy on the val split"
     assert weights(tmp_path, capsys) == [
         f"step_00000020/ema.safetensors 0.9000 {use_this}",
-        "step_00000020/model.safetensors 0.8000 raw weights (no EMA) of the same step",
+        "step_00000020/model.safetensors 0.8000 raw weights (without EMA) of the same step",
         "step_00000030/ema.safetensors 0.8000 averaged weights (EMA), the last step",
-        "step_00000030/model.safetensors 0.7000 raw weights (no EMA) of the same step",
+        "step_00000030/model.safetensors 0.7000 raw weights (without EMA) of the same step",
     ]
     text = (tmp_path / "metrics.jsonl").read_text()
     (tmp_path / "metrics.jsonl").write_text(text.replace("0.8}", "0.95}", 1))
     assert weights(tmp_path, capsys, tmp_path / "checkpoints/step_00000020/model.safetensors")[:2] == [
         f"step_00000020/ema.safetensors 0.9000 {use_this.removeprefix('use this: ')}",
-        "step_00000020/model.safetensors 0.9500 use this: raw weights (no EMA) of the same step",
+        "step_00000020/model.safetensors 0.9500 use this: raw weights (without EMA) of the same step",
     ]
     (tmp_path / "metrics.jsonl").write_text(text)
     shutil.rmtree(tmp_path / "checkpoints" / "step_00000020")
@@ -140,12 +141,13 @@ def weights(folder: Path, capsys, best: Path | None = None) -> list[str]:
     """Return each row of the last table as one line, and check the commands below the table."""
     print_result(folder, None)
     output = capsys.readouterr().out
-    assert all(len(line) <= 80 for line in output.partition("weights:")[2].split("\u2518")[0].splitlines())
+    below_title = output.partition("weight files")[2]
+    assert all(len(line) <= 80 for line in below_title.split("\u2518")[0].splitlines())
     assert f"validate.py {best or folder}\n" in output
     assert f"export.py {best or folder} models/{folder.name}\n" in output
     assert f"validate.py {folder} --which latest\n" in output
     rows = []
-    for line in output.partition("weights:")[2].splitlines():
+    for line in below_title.splitlines():
         cells = [cell.strip() for cell in line.split("\u2502")[1:-1]]
         if cells and cells[0]:
             rows.append(" ".join(cells))

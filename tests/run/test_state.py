@@ -23,14 +23,14 @@ def test_a_state_comes_back_through_its_file(tmp_path):
     assert loaded.wall_s > state.wall_s
     assert loaded.wall_s - state.wall_s == pytest.approx(sum(loaded.spent_s.values()), abs=0.1)
     assert loaded.scalars() == {"optimizer": OPTIMIZER, "loss_scale": None}
-    with pytest.raises(ValueError, match="is not a state of step 5: it belongs to step 4"):
+    with pytest.raises(ValueError, match="is not a valid state of step 5: the file belongs to step 4"):
         RunState.read(Checkpoint(tmp_path, {"step": 5}))
 
 
 def test_an_evaluation_that_is_not_finite_ends_the_run():
     meter, state = SimpleNamespace(start_clock=lambda: 0.0), RunState()
     run = SimpleNamespace(ranks=SimpleNamespace(meter=meter, state=state))
-    with pytest.raises(FloatingPointError, match="the evaluation's loss is nan at step 4"):
+    with pytest.raises(FloatingPointError, match="the evaluation loss is nan at step 4"):
         Run.log_evaluation(run, 4, {"loss": math.nan, "accuracy": 0.1})
     assert state == RunState()
 

@@ -106,4 +106,4 @@ def test_a_log_line_without_a_numeric_step_is_refused(step, strange, cache):
         log.write(f'{{"step": {step}, "train/loss": 1}}\n')
     status, output = Job([*python(), *COMMANDS["a resume"](strange), *cache]).wait(60)
     assert (status, "Traceback" in output) == (1, False), output
-    assert f"metrics.jsonl has a line with the step {json.loads(step)!r}. Remove that line" in output
+    assert f"metrics.jsonl contains a line with the invalid step {json.loads(step)!r}. Delete" in output

@@ -45,8 +45,8 @@ def test_out_of_memory_says_which_size_to_try(tmp_path, cache):
     status, output = job.wait(90)
     assert status != 0
     assert output.count("error: out of memory on CPU") == 1, output
-    assert "with --per_device_batch_size 512: try --per_device_batch_size 256, which keeps" in output
-    assert "--batch_size 1024 with 2 accumulations" in output
+    assert "with --per_device_batch_size 512. Try --per_device_batch_size 256, which keeps" in output
+    assert "--batch_size 1024 with 2 accumulation steps" in output
     assert result(tmp_path / "run")["status"] == "failed"
 
 
@@ -54,9 +54,9 @@ def test_batch_norm_with_one_value_says_which_flags(tmp_path, cache):
     words = [*RESNET, *SMALL, "--image_size", "8", "--per_device_batch_size", "1", *cache]
     status, output = Job([*python(), *words, "--output_dir", tmp_path / "run"]).wait()
     assert status == 1
-    message = "error: BatchNorm: Expected more than 1 value per channel when training, got input size "
+    message = "error: BatchNorm failed: Expected more than 1 value per channel when training, got input size "
     assert output.count(message) == 1, output
-    assert ". Give a larger --per_device_batch_size or --image_size\n" in output
+    assert ". Increase --per_device_batch_size or --image_size\n" in output
 
 
 def test_mixup_of_one_image_is_reported(tmp_path, cache):
@@ -102,6 +102,6 @@ def test_a_loss_that_is_not_finite_stops_all_and_saves_nothing(launcher, precisi
     status, output = Job([*words, "--output_dir", tmp_path / "run"]).wait(90)
     assert status != 0
     assert output.count("error: the loss is nan at step") == 1, output
-    assert "with learning rate" in output
+    assert "with a learning rate of" in output
     assert result(tmp_path / "run")["status"] == "failed"
     assert not list((tmp_path / "run").glob("checkpoints/*"))

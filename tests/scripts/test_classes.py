@@ -163,7 +163,8 @@ def test_a_resumed_head_follows_the_order_of_the_classes(strategy, vit, data, ca
     command = [*STRATEGIES[strategy], *VIT, *QUICK, *cache, "--output_dir", tmp_path, "--max_steps", 4]
     output = run([*command, "--resume", vit, "--data", data["reversed"], "--allow_changed", "data"])
     assert (
-        "in a different order. Classes are matched by name. The head's rows and their state follow" in output
+        "in a different order. Classes are matched by name. The rows of the classification head and their state"
+        in output
     )
     assert metrics(tmp_path)[-1]["val/loss"] == pytest.approx(metrics(vit)[-1]["val/loss"], rel=1e-5)
     manifest = json.loads((latest(tmp_path) / "manifest.json").read_text())
@@ -185,7 +186,7 @@ def test_an_optimizer_state_that_cannot_follow_the_classes_is_refused(data, cach
     command += ["--resume", tmp_path / "before", "--output_dir", tmp_path / "after"]
     output = fails([*command, "--data", data["reversed"], "--allow_changed", "data"], cwd=project_copy)
     assert "the optimizer state head.weight/col_var in" in output
-    assert "can't be reordered to match the data's class order" in output
+    assert "can't be reordered to match the data's class order. Specify the same optimizer" in output
 
 
 @pytest.mark.parametrize(

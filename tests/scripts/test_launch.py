@@ -116,7 +116,7 @@ def test_hosts_train_as_one_process(launcher, config, slots, cluster, one_proces
     assert (facts["hosts"], facts["processes"], record["hosts"]) == (len(slots), sum(slots), names)
     wait_until_empty(hosts.names(), 5)
     if launcher == "python":
-        assert "node1 | run folder" in endings[0][1]
+        assert "node1 | the run folder is" in endings[0][1]
         assert "run folder" in (tmp_path / "logs" / "node1.log").read_text()
         assert (tmp_path / "logs" / "node2.log").exists()
 

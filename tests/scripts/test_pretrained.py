@@ -157,8 +157,8 @@ def test_a_run_of_an_earlier_version_keeps_its_preprocessing(folders, cache, tmp
     forge(latest(run_), preprocessing={}, recipe=earlier)
     output = run(small(folders, cache, run_, "--max_steps", "6"))
     assert "continuing at step 3" in output
-    resumed_note = "preprocessing: the run keeps legacy interpolation, crop 0.875 center"
-    assert f"{resumed_note}, although the model now has bicubic interpolation, crop 0.95 center" in output
+    resumed_note = "the run keeps its preprocessing (legacy interpolation, crop 0.875 center"
+    assert f"{resumed_note}), although the model now has bicubic interpolation, crop 0.95 center" in output
     resumed, straight = (
         [line["train/loss"] for line in metrics(folder) if "train/loss" in line]
         + [line["val/loss"] for line in metrics(folder) if "val/loss" in line][-1:]

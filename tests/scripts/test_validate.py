@@ -402,8 +402,8 @@ def test_flags_of_validate_are_separated_from_the_scripts():
     ("flags", "message"),
     [
         ([], "MODEL is missing"),
-        (["run", "--split", "tests"], "--split tests: choose among val, test, train"),
-        (["run", "--which", "oldest"], "--which oldest: choose among best, latest"),
+        (["run", "--split", "tests"], "--split tests: the value must be one of val, test, train"),
+        (["run", "--which", "oldest"], "--which oldest: the value must be one of best, latest"),
     ],
 )
 def test_wrong_flags_have_status_2(flags, message, capsys):

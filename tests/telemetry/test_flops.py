@@ -58,7 +58,7 @@ def test_devices_of_several_kinds(capsys):
     assert Utilisation(12.0, peak).pct(1e12) == pytest.approx(100 * 12e12 / 1059.5e12)
     assert flops.total_peak(["NVIDIA H200", "NVIDIA GeForce GTX 1080"], "bf16") is None
     assert Utilisation(12.0, None).pct(1e12) is None
-    assert "no MFU: NVIDIA GeForce GTX 1080 is not in " in capsys.readouterr().out
+    assert "contains no peak performance of NVIDIA GeForce GTX 1080 in this" in capsys.readouterr().out
 
 
 def test_a_run_on_a_cpu(trained):

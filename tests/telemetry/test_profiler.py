@@ -26,7 +26,7 @@ def check(folder) -> list[str]:
 def test_a_profile_changes_no_number(folder, cache, tmp_path):
     profiled = tmp_path / "run"
     output = run([*python(), *DIGITS, *PROFILE, *cache, "--output_dir", profiled])
-    assert f"profile of steps 8 to 10: {profiled}/profile/trace.json.gz" in output
+    assert f"the profile of steps 8 to 10 is in {profiled}/profile/trace.json.gz. Open" in output
     assert without_times(metrics(profiled)) == without_times(metrics(folder))
     assert_same_tensors(profiled, folder)
     assert "c10d::allreduce_" not in check(profiled)
@@ -48,8 +48,10 @@ def test_one_process_of_two_is_profiled(script, strategy, cache, tmp_path):
 
 
 def test_a_profile_of_steps_that_do_not_run_is_refused_or_reported(tmp_path, capsys):
-    refusal = "--profile 11 needs 3 steps from step 11, but the run ends at step 12. Choose at most 10"
+    refusal = (
+        "--profile 11 needs 3 steps from step 11, but the run ends at step 12. Specify --profile 10 or less"
+    )
     with pytest.raises(ValueError, match=refusal):
         begin_profile(torch.device("cpu"), 11, Steps(14, 28, 12), None)
     assert begin_profile(torch.device("cpu"), 8, Steps(14, 28, 14, first=12), tmp_path) is None
-    assert "no new profile: the run resumes after step 8" in capsys.readouterr().out
+    assert "no new profile is recorded, because the run resumes after step 8" in capsys.readouterr().out
