@@ -162,10 +162,7 @@ def test_a_resumed_head_follows_the_order_of_the_classes(strategy, vit, data, ca
     """
     command = [*STRATEGIES[strategy], *VIT, *QUICK, *cache, "--output_dir", tmp_path, "--max_steps", 4]
     output = run([*command, "--resume", vit, "--data", data["reversed"], "--allow_changed", "data"])
-    assert (
-        "in a different order. Classes are matched by name. The rows of the classification head and their state"
-        in output
-    )
+    assert "in a different order. Classes are matched by name. The rows of the classification head" in output
     assert metrics(tmp_path)[-1]["val/loss"] == pytest.approx(metrics(vit)[-1]["val/loss"], rel=1e-5)
     manifest = json.loads((latest(tmp_path) / "manifest.json").read_text())
     assert manifest["classes"] == list(REVERSED)
