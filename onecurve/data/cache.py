@@ -39,9 +39,9 @@ from onecurve.system.threads import Heartbeat, run_with_heartbeat
 FORMAT = 1  # version in the content key; increase it whenever the layout of a cache folder changes
 DECODING = 8  # version in the folder key; increase it whenever decoded pixels, names or meta.json change
 HASH_LIMIT_BYTES = 4 * 2**30  # total size above which only sampled blocks of each file are hashed
-BLOCK_BYTES = 4096  # size of the one block that is hashed per PART_BYTES of a file
+BLOCK_BYTES = 4096  # size of the block hashed in every PART_BYTES of a file
 PART_BYTES = 16 * 2**20
-# Decoded size above which data stays encoded. The limit is fixed, so that all machines decide alike.
+# Decoded size above which data stays encoded. The limit is fixed so that all machines make the same decision.
 DECODED_BYTES = 8 * 2**30
 LOCK, BROKEN = ".lock", "broken.json"
 NAMED = 10  # maximum number of broken images in an error message; the file BROKEN lists every broken image
@@ -70,7 +70,7 @@ def prepare_cache(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = Fal
     Args:
         recipe: Recipe that contains the data flags.
         beat: Heartbeat function, called about once per second.
-        is_evaluated: Whether the data is used only for evaluation, which requires only one split.
+        is_evaluated: Whether the data is used only for evaluation, so that a single split is sufficient.
 
     Raises:
         ValueError: If the data or the cache can't be used.
@@ -116,11 +116,12 @@ def _check_owner(folder: Path) -> None:
 def _cache_keys(source: Source) -> tuple[str, str]:
     """Return the content key, which is the same on all hosts, and the folder key (16 hex digits each).
 
-    The content key is a SHA-256 hash of all file names and file contents. Because reading large data at every
-    start would take too long, above 4 GiB the hash covers only the size and sampled blocks of each file.
+    The content key is a SHA-256 hash of all file names and file contents. Above 4 GiB, the hash covers only
+    each file's size and sampled blocks, because reading all files at every start would take too long.
 
     The folder key is a hash of the content key, the image folder's path (because the cache may store image
-    paths), DECODING and the fold. Above 4 GiB, the folder key also covers the files' modification times.
+    paths), DECODING and the holdout fold. Above 4 GiB, the folder key also covers the files' modification
+    times.
     """
     stats = [retried(path.stat)() for _, path in source.files]
     location = (
@@ -163,7 +164,7 @@ def _short_hash(content: list) -> str:
 
 @contextmanager
 def _cache_lock(folder: Path, beat: Heartbeat) -> Iterator[None]:
-    """Hold the cache's lock on this host. If the holding process dies, the kernel releases the lock."""
+    """Hold the cache's lock on this host. The kernel releases the lock if the process dies."""
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         if not try_lock(descriptor):
@@ -175,10 +176,10 @@ def _cache_lock(folder: Path, beat: Heartbeat) -> Iterator[None]:
 
 
 def _write_folder(folder: Path, source: Source, source_name: str, beat: Heartbeat) -> None:
-    """Write a cache folder under a temporary name and then rename the folder. The caller must hold the lock.
+    """Write a cache folder under a temporary name and then rename it. The caller must hold the lock.
 
-    If several hosts share the cache over NFS, new folders become visible with a delay, so a different host
-    may have created the same folder in the meantime. The existing folder is then kept.
+    If several hosts share the cache over NFS, new folders become visible with a delay, so another host may
+    already have created the same folder. In that case, the existing folder is kept.
     """
     new_folder = folder.parent / ".preparing"
     discard(new_folder)  # may exist if an earlier process was killed
@@ -245,10 +246,10 @@ def _write_folder(folder: Path, source: Source, source_name: str, beat: Heartbea
 
 
 def _check_all(new_folder: Path, source_name: str, parts: list[Encoded], beat: Heartbeat) -> list[str]:
-    """Decode each image once to check images that stay encoded.
+    """Check images that stay encoded by decoding each image once.
 
-    The function writes the errors of undecodable images to the file BROKEN. The returned list contains a
-    warning if any image has missing parts.
+    The function writes the errors for undecodable images to the file BROKEN. The returned list contains a
+    warning if any image has missing data.
     """
     count, part_errors = sum(map(len, parts)), list[list[ValueError]]()
     with _show_progress(f"checking {count:,} images of {source_name}", count) as advance:
@@ -262,7 +263,7 @@ def _check_all(new_folder: Path, source_name: str, parts: list[Encoded], beat: H
         [str(error) for error in errors if not isinstance(error, DamagedImage)] for errors in part_errors
     )
     evaluated = list(chain.from_iterable(others))
-    if not others:  # evaluations use the only split
+    if not others:  # evaluation uses the only split
         train, evaluated = [], train
     if train or evaluated:
         broken = {"count": count, "train": train, "evaluated": evaluated}
@@ -292,7 +293,7 @@ class Chunk(NamedTuple):
 
 
 class _OddSize(Exception):
-    """Exception for an image whose size differs from the sampled images, so that all images stay encoded."""
+    """Exception for an image that differs in size from the sampled images, so all images stay encoded."""
 
 
 def _decode_all(
@@ -305,10 +306,10 @@ def _decode_all(
     """Replace encoded images with decoded arrays if all images share a shape and fit into DECODED_BYTES.
 
     Args:
-        work: Folder that contains the encoded images.
-        name: Name of the data set.
+        new_folder: Folder that contains the encoded images.
+        source_name: Name of the data set.
         encoded: Encoded images of each split, by split name.
-        shape: Shape shared by all sampled images, or None if the sampled images differ in shape.
+        shape: Shape shared by all sampled images, or None if their shapes differ.
         beat: Heartbeat function, called about once per second.
 
     Returns:
@@ -343,7 +344,7 @@ def _decode_all(
 
 
 def _common_shape(looks: Iterable[list[Look]]) -> tuple[int, ...] | None:
-    """Return the shape (H, W, 3) that all sampled images share, or None if there is no such shape."""
+    """Return the shape (H, W, 3) shared by all sampled images, or None if their shapes differ."""
     shapes = {look.shape for split_looks in looks for look in split_looks}
     return shapes.pop() if len(shapes) == 1 else None
 
@@ -364,7 +365,7 @@ def _sample_shards(new_folder: Path, shard_folder: str) -> list[list[Look]]:
 
 
 def _decode_chunks(chunks: list[Chunk], beat: Heartbeat, advance: Callable[[int], None]) -> list[ValueError]:
-    """Call _decode(*chunk) for each chunk in one thread per core, and return an error per broken image.
+    """Call _decode(*chunk) for each chunk in one thread per core, and return one error per broken image.
 
     Threads run in parallel because the decoders release the GIL. If beat() raises an exception or an image
     has an unexpected size, each thread finishes its current chunk and stops.
@@ -386,7 +387,7 @@ def _decode_chunks(chunks: list[Chunk], beat: Heartbeat, advance: Callable[[int]
 
 
 def _decode_chunk(images: Encoded, pixels: np.ndarray | None, ids: range) -> list[ValueError]:
-    """Decode images[ids] into pixels[ids], unless `pixels` is None, and return an error per broken image."""
+    """Decode images[ids] into pixels[ids], unless `pixels` is None, and return one error per broken image."""
     errors = []
     for index in ids:
         try:
@@ -403,13 +404,13 @@ def _decode_chunk(images: Encoded, pixels: np.ndarray | None, ids: range) -> lis
 
 
 def _undecodable_message(errors: Sequence[object], count: int, file: Path, advice: str = "") -> str:
-    """Return an error message that contains the first NAMED errors of undecodable images.
+    """Return an error message that lists the first NAMED errors for undecodable images.
 
     Args:
-        errors: Errors of all undecodable images.
+        errors: Errors for all undecodable images.
         count: Total number of images.
         file: File that lists all errors, named in the message if there are more than NAMED errors.
-        advice: Text about an alternative to replacing or removing the images.
+        advice: Text that suggests an alternative to replacing or removing the images.
     """
     remainder = [f"and {len(errors) - NAMED:,} more images, listed in {file}"] if len(errors) > NAMED else []
     summary = f"{len(errors):,} of {count:,} images can't be decoded. Replace or remove these images{advice}"
@@ -418,7 +419,7 @@ def _undecodable_message(errors: Sequence[object], count: int, file: Path, advic
 
 @contextmanager
 def _show_progress(title: str, count: int) -> Iterator[Callable[[int], None]]:
-    """Show progress on stderr, and yield a function that advances the progress by a number of images."""
+    """Show progress on stderr, and yield a function that advances it by a number of images."""
     display, done = Display(count, title, sys.stderr), 0
     if not display.bar:
         display.print(title)
@@ -436,10 +437,10 @@ def _show_progress(title: str, count: int) -> Iterator[Callable[[int], None]]:
 
 
 def _create_pixels(path: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """Create a memory-mapped uint8 array and reserve disk space for the array.
+    """Create a memory-mapped uint8 array and reserve disk space for it.
 
     With the reservation, a full disk raises OSError here. Without the reservation, a full disk would cause
-    SIGBUS at a later write.
+    SIGBUS on a later write.
     """
     pixels = np.lib.format.open_memmap(path, "w+", np.uint8, shape)
     with open(path, "r+b") as file:

@@ -1,7 +1,7 @@
 """Listing of images in class folders that may be nested, linked, split, or mixed with other files.
 
 This module does not use `datasets` or torchvision, because these libraries treat the innermost folder as the
-class or follow cyclic links, take seconds to import at every start, and don't report ignored files.
+class or follow cyclic links. They also take seconds to import at every start and don't report ignored files.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from onecurve.data.decode import EXTENSIONS, HEIC, TO_READ_HEIC
 from onecurve.system.output import log
 from onecurve.system.text import printable, some_of
 
-# Folder names of evaluation splits, in order of preference, mapped to the split name that is reported
+# Folder names of evaluation splits, in order of preference, mapped to the reported split name
 VAL_NAMES = {"val": "val", "validation": "val", "valid": "val", "test": "test"}
 SPELLINGS = {"training": "train", "testing": "test"}  # alternative names of split folders, used on Kaggle
 # Matches names of split folders, such as train_images
 SPLIT_WORD = re.compile("(?<![a-z])(train|valid|validation|val|test)(?:ing)?(?![a-z])")
-IGNORED = ("__MACOSX", "@eaDir", "lost+found")  # folders in macOS zip files, network drives and ext4
+IGNORED = ("__MACOSX", "@eaDir", "lost+found")  # from macOS zip files, network drives and ext4
 DANGLING = "dangling links"
 SPECIAL = "special files"
 LOOSE = "outside class folders"
@@ -101,7 +101,7 @@ def list_splits(root: Path, left_out: LeftOut) -> tuple[dict[str, str], dict[str
 
     Args:
         root: Folder that contains the data set.
-        left_out: Record of ignored files and folders, which this function extends.
+        left_out: Record to which this function adds ignored files and folders.
 
     Returns:
         The name of each split's folder ("" if there are no split folders), and for each split and class the
@@ -169,9 +169,9 @@ def check_known(where: str, split: str, classes: Iterable[str], train: Iterable[
 def _is_class(root: Path, folders: dict[str, str]) -> bool:
     """Return True if the only folder that is named like a split is actually a class folder.
 
-    The folder is a class folder if this folder and at least two other folders directly contain images. A
-    single other folder is not enough, because a data set with training images in train/*.jpg may store test
-    images in test1/.
+    The folder is a class folder if it and at least two other folders directly contain images. A single other
+    folder is not enough, because a data set with training images in train/*.jpg may store test images in
+    test1/.
     """
     if len(folders) != 1:
         return False
@@ -180,7 +180,7 @@ def _is_class(root: Path, folders: dict[str, str]) -> bool:
 
 
 def _folders_with_images(root: Path) -> list[str]:
-    """Return the folders that directly contain images, without unreadable folders such as lost+found."""
+    """Return the folders that directly contain images, except unreadable folders such as lost+found."""
     matches = []
     for name in folder_names(root):
         with contextlib.suppress(PermissionError):
@@ -239,7 +239,7 @@ def why_not_trained_on(root: Path, name: str, paths: Sequence[str]) -> str:
 
 
 def _refuse_without_classes(root: Path) -> NoReturn:
-    """Raise ValueError for a folder without class folders, with advice for the layout that was found."""
+    """Raise ValueError for a folder without class folders, with advice for the folder's layout."""
     if tables := sorted((*root.glob("*.parquet"), *root.glob("*/*.parquet"))):
         names = [table.relative_to(root) for table in tables]
         raise ValueError(
@@ -253,7 +253,7 @@ def _refuse_without_classes(root: Path) -> NoReturn:
 
 
 def _layout_advice(root: Path) -> str:
-    """Return advice about a folder's tar files, image lists or HEIC files, or "" without such files."""
+    """Return advice about a folder's tar files, image lists or HEIC files, or "" if there are none."""
     if sorted((*root.glob("*.tar"), *root.glob("*/*.tar"))):
         data, index = map(shlex.quote, (str(root), f"{root}_index"))
         return printable(
@@ -281,7 +281,7 @@ def metadata_files(root: Path) -> dict[str, Path]:
 
 
 def tables_of(root: Path) -> list[Path]:
-    """Return a folder's table files, training tables first, without Kaggle's sample submissions."""
+    """Return a folder's table files, training tables first, excluding Kaggle's sample submissions."""
 
     def sort_key(path: Path) -> tuple[bool, str]:
         return not path.name.lower().startswith(("train", "label")), path.name
@@ -304,8 +304,8 @@ def list_classes(root: Path, left_out: LeftOut) -> dict[str, list[str]]:
 
     Args:
         root: Folder that directly contains the class folders.
-        left_out: Record of ignored files, which this function extends with non-image files, pipes, dangling
-            links and images outside class folders.
+        left_out: Record to which this function adds non-image files, pipes, dangling links and images outside
+            class folders.
 
     Returns:
         Sorted image paths of each class, relative to the class folder. The classes are sorted by name.

@@ -1,7 +1,7 @@
 """Mapping of a data set's classes to a model's classes by class name.
 
 Two names match if their Unicode NFC forms are identical, because macOS may store an accent separately from
-its letter. NFKC is not used, because NFKC would match names with different meanings, such as m² and m2.
+its letter. NFKC is not used, because it would match names with different meanings, such as m² and m2.
 """
 
 import unicodedata
@@ -77,7 +77,7 @@ class ClassMatch:
             )
 
     def describe(self, data: str, model: str) -> str:
-        """Describe how the classes of the model and the data differ, or return "" for identical classes."""
+        """Describe how the model's classes differ from the data's, or return "" if they are identical."""
         data, model_classes = printable(data), f"{plural(len(self.model), 'class')} of {model}"
         if not self.is_named:
             return (
@@ -104,8 +104,8 @@ def match_classes(model: Sequence[str | Sequence[str]] | None, data: Sequence[st
         data: Class names of the data set, in label order.
 
     Raises:
-        ValueError: If two classes of the model or of the data have the same name, or if several classes of
-            the data match one class of the model.
+        ValueError: If two model classes or two data classes have the same name, or if several data classes
+            match one model class.
     """
     if model is None:
         return ClassMatch(tuple(data), tuple(data), np.arange(len(data)), is_named=False)

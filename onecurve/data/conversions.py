@@ -11,11 +11,10 @@ from onecurve.data.encoded import Encoded
 from onecurve.system.text import plural
 
 SAMPLE = 64  # number of sampled images per split; decoding takes a fraction of a second
-VALUES = 10_000  # number of pixel values per image that are used to estimate the value range
+VALUES = 10_000  # number of pixel values per image used to estimate the value range
 KEPT = 1 / 4  # minimum fraction of range, contrast or area that must remain; 1/4 loses two of eight bits
 NAMED_SHARE = 1 / 10  # minimum share of affected images for a warning; fewer images hardly affect accuracy
-# Percentage of pixel values that is ignored at each end of the value range, because of outliers such as hot
-# pixels
+# Percentage of pixel values ignored at each end of the value range, because of outliers such as hot pixels
 OUTLIERS_PCT = 0.1
 VISIBLE = 16  # standard deviation of 8-bit colours below which an area counts as a flat background
 
@@ -27,11 +26,11 @@ class Look(NamedTuple):
 
     Attributes:
         shape: Shape [H, W, 3] of the decoded image.
-        levels: Minimum and maximum of the decoded pixel values (0 to 255), without outliers.
-        values_16_bit: Minimum and maximum of the pixel values in a 16-bit file, without outliers, or None for
-            any other file.
-        hidden: Share of transparent pixels and the minimum and maximum of their colours if the white
-            background hides these pixels, otherwise None.
+        levels: Minimum and maximum decoded pixel values (0 to 255), excluding outliers.
+        values_16_bit: Minimum and maximum pixel values in a 16-bit file, excluding outliers, or None for any
+            other file.
+        hidden: Share of transparent pixels and their minimum and maximum colour values if the white
+            background hides them, otherwise None.
         palette: Number of palette indices and number of distinct colours if several indices share a colour,
             otherwise None.
     """
@@ -130,7 +129,7 @@ def _affected_values(values: Sequence[Value | None]) -> list[Value]:
 
 
 def _common_range(ranges: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Return a pixel value range that covers all images except a share of NAMED_SHARE at each end."""
+    """Return the pixel value range of all images except a fraction of NAMED_SHARE at each end."""
     lows, highs = zip(*ranges, strict=True)
     low = np.quantile(lows, NAMED_SHARE, method="lower")
     return int(low), int(np.quantile(highs, 1 - NAMED_SHARE, method="higher"))
@@ -145,9 +144,8 @@ def _value_range(values: np.ndarray) -> tuple[int, int]:
 def _hidden_detail(rgba: np.ndarray, pixels: np.ndarray) -> tuple[float, int, int] | None:
     """Return the share of transparent pixels and their colour range, or None if no detail is hidden.
 
-    A white background hides detail if fully transparent pixels have visible colours. A white background also
-    hides detail if the contrast of colours or alpha disappears, for example in a white drawing with an alpha
-    channel.
+    A white background hides detail if fully transparent pixels have visible colours. It also hides detail if
+    the colour or alpha contrast disappears, for example in a white drawing with an alpha channel.
     """
     colours, alpha = rgba[..., :3], rgba[..., 3]
     is_clear = alpha < 255
@@ -161,7 +159,7 @@ def _hidden_detail(rgba: np.ndarray, pixels: np.ndarray) -> tuple[float, int, in
 
 
 def _repeated_colours(image) -> tuple[int, int] | None:
-    """Return the number of used palette indices and the number of distinct colours.
+    """Return the numbers of used palette indices and distinct colours.
 
     The result is None if there are more than half as many colours as indices.
     """

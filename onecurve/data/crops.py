@@ -17,7 +17,7 @@ def random_resized_crop(
     interpolation: str = "bilinear",
     scale: tuple[float, ...] = CROP_SCALE,
 ) -> np.ndarray:
-    """Return a random resized crop as in the training of Inception (Szegedy et al. 2014).
+    """Return a random resized crop as used to train Inception (Szegedy et al. 2014).
 
     Args:
         image: Pixels, uint8 [H, W, 3].
@@ -37,7 +37,7 @@ def random_resized_crop(
 def random_box(
     height: int, width: int, draws: np.ndarray, scale: tuple[float, ...] = CROP_SCALE
 ) -> tuple[int, int, int, int]:
-    """Return the top, left, height and width in pixels of torchvision's RandomResizedCrop.
+    """Return the top, left, height and width of torchvision's RandomResizedCrop, in pixels.
 
     Each of ten attempts draws an area and an aspect ratio from 3/4 to 4/3. If no drawn box fits into the
     image, the result is the largest central box with an aspect ratio in this range.
@@ -117,8 +117,8 @@ def _resize_by_pil(image: np.ndarray, height: int, width: int, interpolation: st
     """Resize uint8 pixels with PIL, like timm.
 
     torch's bicubic pixels differ from PIL's by up to 11 of 255 in crops that Pillow 13 resizes vertically
-    before horizontally. Decoding and cropping a photo takes 1.7 times the CPU time with PIL's bicubic
-    interpolation (benchmarks/decoding.py).
+    before horizontally. Decoding and cropping a photo takes 1.7 times as much CPU time with PIL's bicubic
+    interpolation as with torch's bilinear interpolation (benchmarks/decoding.py).
     """
     from PIL import Image
 

@@ -58,8 +58,8 @@ def decode_image(data: bytes) -> np.ndarray:
 
     The image size in the header is checked before decoding. JPEGs are decoded with torchcodec. All other
     FORMATS are decoded with PIL, as are files that torchcodec rejects, such as a PNG named .jpg. Both
-    libraries reject a truncated file unless the file contains an end marker (see `damage`). Because
-    torchcodec and PIL both use libjpeg-turbo, their JPEG pixels differ by at most 2 of 255 levels.
+    libraries reject a truncated file unless it contains an end marker (see `damage`). Because torchcodec and
+    PIL both use libjpeg-turbo, their JPEG pixels differ by at most 2 of 255 levels.
 
     Returns:
         Pixels, uint8 [H, W, 3].
@@ -72,10 +72,10 @@ def decode_image(data: bytes) -> np.ndarray:
         if (decode_jpeg := torchcodec_decoder()) is not None:
             import torch
 
-            # The bytes are copied to a bytearray, because torchcodec 0.17 changes the warning filters for
-            # read-only bytes, which is not thread-safe.
+            # The bytes are copied to a bytearray, because for read-only bytes torchcodec 0.17 changes the
+            # warning filters, which is not thread-safe.
             encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            with suppress(RuntimeError):  # PIL then decodes the file or reports a better reason
+            with suppress(RuntimeError):  # PIL then decodes the file or raises a clearer error
                 return decode_jpeg(encoded).permute(1, 2, 0).numpy()  # contiguous as [H, W, 3]
     return _decode_by_pil(data)
 
@@ -100,11 +100,11 @@ def torchcodec_decoder() -> Callable[..., Any] | None:
 
 
 def damage(data: bytes) -> str | None:
-    """Return an error message for a broken image or a JPEG with missing parts, or None for an intact image.
+    """Return an error message for a broken image or a JPEG with missing data, or None for an intact image.
 
-    This check is needed because torchcodec and PIL hide libjpeg's warnings. For example, both libraries
-    accept half a JPEG with an end marker and fill the missing half with grey. For a 110 kB photo, the check
-    takes 1.0 ms on one core, compared with 1.4 ms for decoding.
+    The check is needed because torchcodec and PIL hide libjpeg's warnings. For example, both libraries accept
+    half a JPEG with an end marker and fill the missing half with grey. For a 110 kB photo, the check takes
+    1.0 ms on one core, compared with 1.4 ms for decoding.
     """
     try:
         frame = jpeg_frame(data)
@@ -128,7 +128,7 @@ def damage(data: bytes) -> str | None:
 
 @functools.cache
 def checks_jpegs() -> bool:
-    """Return True if simplejpeg, which detects missing JPEG parts, is installed. Log one warning if not."""
+    """Return True if simplejpeg, which detects missing JPEG data, is installed. If not, log one warning."""
     is_installed = importlib.util.find_spec("simplejpeg") is not None
     if not is_installed:
         log.warning(
@@ -147,7 +147,7 @@ def _decoding_error(data: bytes) -> str | None:
 
 
 class JpegFrame(NamedTuple):
-    """Frame header of a JPEG."""
+    """JPEG frame header."""
 
     height: int
     width: int
@@ -156,7 +156,7 @@ class JpegFrame(NamedTuple):
 
 
 def jpeg_frame(data: bytes) -> JpegFrame | None:
-    """Return the frame header of a JPEG (ITU T.81, B.1.1, B.2.2 and A.2.4), or None if there is no header.
+    """Return a JPEG's frame header (ITU T.81, B.1.1, B.2.2 and A.2.4), or None if it has no frame header.
 
     Raises:
         ValueError: If the header contains more than MOST_PADDING bytes of padding, which PIL would read byte
@@ -186,7 +186,7 @@ def jpeg_frame(data: bytes) -> JpegFrame | None:
                     " supported"
                 )
             offset += padding
-        else:  # any other segment before the frame starts with its length, including the length field
+        else:  # any other segment before the frame starts with its length, which includes the length field
             offset += 2 + int.from_bytes(data[offset + 2 : offset + 4])
     return None
 

@@ -45,7 +45,7 @@ def save_images(
 
 
 class DamagedImage(ValueError):
-    """Error for an image with missing parts, which decoders would fill with grey."""
+    """Error for an image with missing data, which decoders would fill with grey."""
 
 
 class Encoded(ABC):
@@ -67,11 +67,11 @@ class Encoded(ABC):
 
     @abstractmethod
     def location(self, i: int) -> tuple[str, int, int]:
-        """Return the file that contains image i, the byte offset, and the length (-1 for the whole file)."""
+        """Return image i's file, byte offset, and length (-1 for the whole file)."""
 
     @abstractmethod
     def display_name(self, i: int) -> str:
-        """Return the name that messages show for image i."""
+        """Return the name shown for image i in messages."""
 
     @retried
     def size(self, i: int) -> int:
@@ -81,7 +81,7 @@ class Encoded(ABC):
 
     @retried
     def content(self, i: int) -> bytes:
-        """Return the encoded bytes of image i, or raise an OSError that contains the file name."""
+        """Return the encoded bytes of image i, or raise an OSError that names the file."""
         file, offset, length = self.location(i)
         try:
             if self.open_file:
@@ -100,13 +100,13 @@ class Encoded(ABC):
 
         Args:
             i: Index of the image in this split.
-            strict: Whether to reject JPEGs with missing parts.
+            strict: Whether to reject JPEGs with missing data.
 
         Returns:
             Pixels, uint8 [H, W, 3].
 
         Raises:
-            DamagedImage: If `strict` is True and a JPEG has missing parts.
+            DamagedImage: If `strict` is True and a JPEG has missing data.
             ValueError: If the image can't be decoded. The message contains the image's name.
             OSError: If the image's file can't be read.
         """
@@ -140,7 +140,7 @@ class ArrayImages(Encoded):
 
 
 class CachedImages(Encoded):
-    """Images that `save_images` wrote. Messages identify an image by its file path or table row."""
+    """Images written by `save_images`. Messages identify an image by its file path or table row."""
 
     def __init__(self, folder: Path, split: str, ids_file: Path | None = None):
         self.offsets = np.asarray(np.load(folder / f"{split}_offsets.npy", mmap_mode="r"))
@@ -150,7 +150,7 @@ class CachedImages(Encoded):
         super().__init__(len(self.offsets) - 1, ids_file, self.items if self.root is None else None)
 
     def location(self, i: int) -> tuple[str, int, int]:
-        start, end = self.offsets[self.ids[i] :][:2].tolist()  # range of the image's bytes or path
+        start, end = self.offsets[self.ids[i] :][:2].tolist()  # byte range of the image's content or path
         if self.root is None:
             return self.items.name, start, end - start
         path = os.pread(self.items.fileno(), end - start, start)

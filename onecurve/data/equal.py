@@ -10,13 +10,13 @@ from onecurve.system.text import printable
 
 
 class EqualImages:
-    """Groups of images with identical bytes. Only images whose size is not unique are hashed.
+    """Groups of images with identical bytes. Only images whose size in bytes is not unique are hashed.
 
     Args:
         parts: Training images, followed by the images of each evaluated split.
 
     Attributes:
-        numbers: Ascending positions of the hashed images in the concatenation of all parts, int64 [n].
+        numbers: Ascending positions of the hashed images in the concatenation of all `parts`, int64 [n].
         groups: Group number of each hashed image, int64 [n]. Images with identical bytes have the same group
             number.
     """
@@ -52,7 +52,7 @@ class EqualImages:
         """Return a warning if images with identical bytes have different labels.
 
         Args:
-            labels: Labels of the images in all parts, int64 [N].
+            labels: Labels of the images in all `parts`, int64 [N].
             classes: Class names in label order.
         """
         labels = labels[self.numbers]
@@ -80,6 +80,6 @@ class EqualImages:
         return images.display_name(i)
 
     def _locate(self, number: int) -> tuple[Encoded, int]:
-        """Return the part that contains the image at a position, and the image's index in that part."""
+        """Return the element of `parts` that contains an image position, and the image's index in it."""
         part = int(np.searchsorted(self.starts, number, side="right")) - 1
         return self.parts[part], int(number - self.starts[part])

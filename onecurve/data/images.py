@@ -1,9 +1,9 @@
 """Loading of images from tables, class folders, file lists, shards or a generator (--data).
 
 `prepare_cache` runs in one process per host and creates a cache folder. `open_images` runs in all processes
-and maps the cache folder into memory. If all images have the same size and fit into memory, the images are
-decoded once and stored as uint8 arrays in the cache. Otherwise, DataLoader workers decode the images for each
-batch. Batches contain uint8 pixels, which are augmented and normalised on the device.
+and maps the cache folder into memory. If all images have the same size and fit into memory, they are decoded
+once and stored as uint8 arrays in the cache. Otherwise, DataLoader workers decode the images for each batch.
+Batches contain uint8 pixels, which are augmented and normalised on the device.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,8 +39,8 @@ class Images:
         train: Training split.
         val: Split used for evaluation during training.
         val_name: Name of the `val` split, which is "val", "test", "holdout" or "train".
-        test: Split used for the final evaluation, which is the "test" split of data with a "val" split or,
-            with --holdout, the evaluation split in the data. None if there is no such split.
+        test: Split used for the final evaluation. This is the "test" split if the data also contains a "val"
+            split or, with --holdout, the data's evaluation split. None if there is no such split.
         test_name: Name of the `test` split.
         flaws: Warnings about the images, for example that images are broken or occur in two splits.
     """
@@ -58,15 +58,15 @@ class Images:
     def identity(self) -> tuple[str, tuple[str, ...], bool]:
         """Source, class names, and whether evaluations crop the images (true only for encoded images).
 
-        Checkpoints store the identity, and a resumed run compares the current data with the stored identity.
+        Checkpoints store the identity, and a resumed run checks it against the current data.
         """
         return self.source, self.classes, self.val.cropped
 
     def class_weights(self, method: str, device: torch.device) -> Tensor | None:
         """Return class weights for the loss, scaled to a mean weight of 1 over the training images.
 
-        The caller must divide the sum of the weighted losses by the number of images. In contrast, the mean
-        reduction in torch divides by the sum of the weights in the micro-batch.
+        The caller must divide the sum of the weighted losses by the number of images. In contrast, torch's
+        mean reduction divides by the sum of the weights in the micro-batch.
 
         Args:
             method: "balanced" weights each class by the inverse of its share, like scikit-learn. "sqrt"
@@ -111,7 +111,7 @@ def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluated: bool = Fal
     now.enter(DATA)
     prepare = partial(prepare_cache, recipe, is_evaluated=is_evaluated)
     prepared = once(accelerator, "data", prepare, recipe.timeout_s, per_host=True)
-    folder, left_out = prepared  # a list, not a Prepared, if received as JSON from a different process
+    folder, left_out = prepared  # a list, not a Prepared, if received as JSON from another process
     images = open_images(Path(folder), recipe)
     if len(images.classes) < 2 and not is_evaluated:
         name = images.classes[0]
@@ -134,7 +134,7 @@ def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluated: bool = Fal
 
 
 def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
-    """Map a cache folder that `prepare_cache` created into memory.
+    """Memory-map a cache folder created by `prepare_cache`.
 
     Args:
         folder: Cache folder of the data set.
@@ -179,7 +179,7 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
 
 
 def _split_parts(folder: Path) -> list[SplitPart]:
-    """Return the training part, the evaluation part and, with --holdout, the evaluation split in the data."""
+    """Return the training part, the evaluation part and, with --holdout, the data's evaluation split."""
     whole = [
         SplitPart(split, np.load(folder / f"{split}_labels.npy"), folder=folder)
         for split in STORED
@@ -194,12 +194,12 @@ def _split_parts(folder: Path) -> list[SplitPart]:
 def _open_shards(
     folder: Path, location: str, parts: list[SplitPart], recipe: ImageRecipe
 ) -> list[ShardSplit]:
-    """Open all splits of a data set in shards.
+    """Open all splits of a sharded data set.
 
     Args:
         folder: Cache folder of the data set.
         location: Folder that contains the manifest, or s3://bucket/prefix.
-        parts: Parts of the data set, from `_parts`.
+        parts: Split parts of the data set, from `_split_parts`.
         recipe: Recipe that contains the shard flags.
     """
     from onecurve.data.shard_cache import ShardCache
@@ -237,7 +237,7 @@ def summary(name: str, splits: Labels, classes: int, left_out: str) -> str:
 
 
 def warnings(train: np.ndarray, evaluated: Labels, classes: Sequence[str]) -> list[str]:
-    """Return a warning for each property of the labels that makes the accuracy misleading."""
+    """Return a warning for each label property that makes the accuracy misleading."""
     messages = []
     counts = np.bincount(train, minlength=len(classes))
     smallest, largest = int(counts.argmin()), int(counts.argmax())

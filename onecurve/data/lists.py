@@ -22,7 +22,7 @@ DELIMITERS = ",;\t"
 class Listed(NamedTuple):
     """Row of an image list."""
 
-    where: str  # description of the row's position in messages
+    where: str  # row's position as shown in messages
     split: str
     label: str
     file: str  # absolute path, or path relative to the list's folder
@@ -31,8 +31,8 @@ class Listed(NamedTuple):
 def read_list(path: Path, columns: Columns, split: str = "train") -> list[Listed]:
     """Read the rows of an image list, in file order.
 
-    For each listed path, the function tries the path as written, then with slashes instead of backslashes in
-    the Unicode normal forms NFC and NFD.
+    For each listed path, the function tries the path as written, and then with slashes instead of
+    backslashes, in Unicode NFC and NFD.
 
     Args:
         path: Path of the list file.
@@ -41,7 +41,7 @@ def read_list(path: Path, columns: Columns, split: str = "train") -> list[Listed
             no rows.
 
     Raises:
-        ValueError: If the list can't be used. The message specifies the first invalid line.
+        ValueError: If the list can't be used. The message names the first invalid line.
     """
     try:
         rows = list(_parse_rows(path, columns, split))
@@ -139,8 +139,8 @@ def _json_lines(path: Path, file: TextIO) -> tuple[list[str], Lines]:
 def _prefix_and_suffix(root: Path, file: str) -> tuple[str, str]:
     """Return the folder prefix and the extension that turn a listed path into the path of an existing file.
 
-    Both strings are empty if the path exists as written, or if zero or several completed paths exist. `root`
-    is the list's folder.
+    Both strings are empty if the path exists as written, or if zero or several of the completed paths exist.
+    `root` is the list's folder.
     """
     if (root / _stored_path(root, file)).is_file():
         return "", ""
@@ -157,7 +157,8 @@ def _prefix_and_suffix(root: Path, file: str) -> tuple[str, str]:
 def _stored_path(root: Path, file: str) -> str:
     """Return the spelling of a path that exists on disk, or the unchanged path if no such file exists.
 
-    Spellings differ because Windows paths contain backslashes and macOS stores accents apart from letters.
+    Spellings differ because Windows paths contain backslashes and macOS may store accents separately from
+    letters.
     """
     slashes = file.replace("\\", "/")
     spellings = (file, *(unicodedata.normalize(form, slashes) for form in ("NFC", "NFD")))

@@ -1,8 +1,8 @@
 """Local cache of S3 shards, which are prefetched, verified, and evicted in least recently used order.
 
-All processes on a host share one cache folder. A file lock (flock) protects each shard: readers hold the lock
-in shared mode, and fetching or removing a shard requires the lock in exclusive mode. If a process dies, the
-kernel releases its locks.
+All processes on a host share one cache folder. A file lock (flock) protects each shard. Readers hold a shared
+lock, and fetching or removing a shard requires an exclusive lock. If a process dies, the kernel releases its
+locks.
 """
 
 import errno
@@ -33,9 +33,9 @@ from onecurve.system.s3 import ObjectStore
 DOWNLOADS = 2  # number of concurrent downloads per process; each download uses separate connections
 OTHER_FILES = 1024  # number of files that may be open in addition to lock files
 AHEAD = 1000  # maximum number of micro-batches that are prefetched
-POLL_S = 0.1  # seconds between attempts to acquire a lock that a different process holds
-SILENT_S = 10  # seconds of waiting after which a message is shown
-NO_ROOM_S = 120  # seconds of waiting for free space after which an error is raised
+POLL_S = 0.1  # seconds between attempts to acquire a lock held by another process
+SILENT_S = 10  # seconds to wait before showing a message
+NO_ROOM_S = 120  # seconds to wait for free space before raising an error
 
 
 class _Stopped(Exception):
@@ -74,7 +74,7 @@ class ShardCache:
 
     @contextmanager
     def reserve(self, kept_bytes: float) -> Iterator[int]:
-        """Reserve this process's free share of the cache, minus kept_bytes, and yield the number of bytes."""
+        """Reserve this process's free share of the cache, minus kept_bytes, and yield its size in bytes."""
         size_bytes = int(self.limit_bytes / processes_per_host() - self.reserved_bytes - kept_bytes)
         self.reserved_bytes += size_bytes
         try:
@@ -83,7 +83,7 @@ class ShardCache:
             self.reserved_bytes -= size_bytes
 
     def hold(self, file: str, stop: threading.Event) -> int:
-        """Fetch a missing shard, and hold the shard's lock so that no process removes the shard.
+        """Fetch a shard if it is missing, and hold its lock so that no process removes it.
 
         Returns:
             File descriptor of the lock, which the caller passes to `release`.
@@ -100,7 +100,7 @@ class ShardCache:
                 if self.path(file).exists():
                     return lock
                 self._wait_for_lock(lock, fcntl.LOCK_EX, stop)
-                if not self.path(file).exists():  # a different process may have fetched the shard
+                if not self.path(file).exists():  # another process may have fetched the shard
                     self._fetch(self.shards[file], stop)
         except BaseException as error:
             if lock is not None:
@@ -129,7 +129,7 @@ class ShardCache:
 
     @contextmanager
     def _if_unused(self, file: str) -> Iterator[bool]:
-        """Try to lock a shard exclusively, and yield True unless a different process holds the lock."""
+        """Try to lock a shard exclusively, and yield True unless another process holds the lock."""
         lock = self._open_lock(file)
         try:
             yield try_lock(lock)
@@ -212,21 +212,21 @@ class ShardCache:
 
 @dataclass
 class _HeldShard:
-    lock: Future[int]  # descriptor that ShardCache.hold returns
+    lock: Future[int]  # descriptor returned by ShardCache.hold
     uses: int = 0  # number of micro-batches that still need the shard
 
 
 class ShardPrefetcher:
-    """Iterator over a plan that yields each item once all of the item's shards are on this host.
+    """Iterator over a plan that yields each item once all of its shards are on this host.
 
     A thread iterates over the plan ahead of the reader and holds the next shards, as long as the total size
-    of all held shards does not exceed budget_bytes. When the reader requests an item, the reader has finished
-    the item received in_flight items earlier. A DataLoader requests the next item before returning a finished
+    of all held shards does not exceed budget_bytes. When the reader requests an item, it has finished the
+    item received in_flight items earlier. A DataLoader requests the next item before returning a finished
     batch, so decoded batches do not hide the time spent waiting for a shard.
 
     Args:
         plan: Epoch and sample ids of each micro-batch.
-        files_of: Function that maps sample ids to the names of the shards that contain the samples.
+        files_of: Function that maps sample ids to the names of the shards that contain them.
         cache: Local cache that stores the shards.
         budget_bytes: Maximum total size of the held shards in bytes.
         in_flight: Number of items that the reader processes at the same time.
@@ -304,7 +304,7 @@ class ShardPrefetcher:
             self.cache.release(file, lock.result())
 
     def _wait_for_shards(self, locks: dict[str, Future[int]]) -> None:
-        """Wait until all shards are held, or raise the first exception of a failed attempt."""
+        """Wait until all shards are held, or raise the exception of the first shard that can't be held."""
         next_message_s = time.monotonic() + SILENT_S
         while True:
             done, missing = wait(locks.values(), timeout=0.5, return_when=FIRST_EXCEPTION)
@@ -343,10 +343,10 @@ class ShardPrefetcher:
                 self.changed.notify_all()
 
     def _may_hold(self, files: set[str]) -> bool:
-        """Return True if these shards may be held in addition to the shards that are already held.
+        """Return True if these shards may be held in addition to those already held.
 
-        The shards must fit into the budget unless the reader is waiting for these shards, because a waiting
-        reader releases no shards. After `stop` is set, the result is always True.
+        The shards must fit into the budget unless the reader is waiting for them, because a waiting reader
+        releases no shards. After `stop` is set, the result is always True.
         """
         if self.stop.is_set() or (self.reader_waits and not self.ahead):
             return True

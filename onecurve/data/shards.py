@@ -9,7 +9,7 @@ A manifest of kind "in_place" refers to existing shards on this host or in one S
 wrote manifests of kind "index", which refer to archives on this host that may be sorted by class.
 
 The 512 bytes before an image are the image's tar header, which contains the key that messages show. If a name
-is too long for the header, messages show only the beginning of the key.
+is too long for the header, messages show only the start of the key.
 """
 
 import hashlib
@@ -34,11 +34,11 @@ from onecurve.system.text import printable
 FORMAT = 1
 MANIFEST = "manifest.json"
 JOURNAL = ".progress.json"  # file that records the progress of an unfinished preparation
-SHARD = rf"({'|'.join(SPLITS)})-[0-9]{{5,}}\.tar"  # file name of a shard
+SHARD = rf"({'|'.join(SPLITS)})-[0-9]{{5,}}\.tar"  # pattern of shard file names
 SHARD_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 VALUES_OF_SHARD = itemgetter("file", "bytes", "images", "sha256")
 SHA256 = re.compile("[0-9a-f]{64}")
-HEADER_BYTES = 512  # size of a tar member's header
+HEADER_BYTES = 512  # size of a tar member header
 MANIFEST_LIMIT, INDEX_LIMIT = 2**28, 2**34  # maximum file sizes in bytes
 UNFINISHED = (
     "The preparation is not complete. Run the same prep_imagenet.py command again to continue the"
@@ -142,7 +142,7 @@ def _check_shard_size(path: Path, size: int) -> None:
 
 
 def find_stored(store: ObjectStore) -> tuple[ShardManifest, bytes]:
-    """Return the parsed manifest below an S3 prefix, and the manifest's bytes.
+    """Return the parsed manifest under an S3 prefix, and its bytes.
 
     Raises:
         ValueError: If the manifest is missing or damaged, or describes an index of files on one host.
@@ -202,7 +202,7 @@ def parse_manifest(content: bytes, where: str) -> ShardManifest:
 
 
 def _manifest_problem(manifest: ShardManifest) -> str | None:
-    """Return a description of the first value that no preparation writes, or None for a valid manifest."""
+    """Return a description of the first invalid value, or None for a valid manifest."""
     if manifest.kind not in ("shards", "index", "in_place"):
         return f"kind {_escaped(manifest.kind)}"
     has_shards, files, buckets = manifest.kind == "shards", set[str](), set[str]()
@@ -310,7 +310,7 @@ class ShardImages(Encoded):
         return self.files[shard], offset, length
 
     def display_name(self, i: int) -> str:
-        """Return the shard and byte offset of image i, and the key if a tar header precedes the image."""
+        """Return image i's shard and byte offset, and its key if a tar header precedes the image."""
         shard, offset, _ = self.location(i)
         name = self.name(i)
         return printable(f"{shard}, offset {offset}{name and f', key {os.path.splitext(name)[0]}'}")
@@ -321,8 +321,7 @@ class ShardImages(Encoded):
         with open(shard, "rb", buffering=0) as file:
             header = os.pread(file.fileno(), HEADER_BYTES, offset - HEADER_BYTES)
         try:
-            # For bytes that are not a header, the checksum does not match, so messages never show these
-            # bytes.
+            # If the bytes are not a header, the checksum does not match, so they never appear in messages.
             return printable(tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").name)
         except tarfile.HeaderError:
             return ""

@@ -1,7 +1,7 @@
-"""Data sources for `--data`, with functions that find source files and read the files into a cache folder.
+"""Data sources for `--data`, with functions that find source files and read them into a cache folder.
 
-`find_source` only lists the files, and `Source.write` reads the files. `onecurve/data/cache.py` then decodes
-and caches the images.
+`find_source` only lists the files, and `Source.write` reads them. `onecurve/data/cache.py` then decodes and
+caches the images.
 """
 
 import os
@@ -59,8 +59,9 @@ class Source:
         mirror: Whether images keep their class when mirrored.
         root: Base folder of the relative image paths, or None if images are not stored as paths.
         shards: Location of the shards' manifest (a folder or s3://bucket/prefix), or None for other data.
-        fold: Part of the cache key that distinguishes folds, because all folds have the same name.
-        hashes: Hashes of content that `files` does not contain.
+        fold: Part of the cache key that distinguishes folds, because the data set's name is the same for all
+            folds.
+        hashes: Hashes of content not covered by `files`.
         is_table: Whether the data has columns that can be chosen with flags.
         left_out: Description of the ignored files, including the reasons.
         why_not_trained_on: Reason why the data can only be evaluated, or "".
@@ -88,7 +89,7 @@ def find_source(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = False
     Args:
         recipe: Recipe that contains the data flags.
         beat: Heartbeat function, called about once per second.
-        is_evaluated: Whether the data is used only for evaluation, which requires only one split.
+        is_evaluated: Whether the data is used only for evaluation, so that a single split is sufficient.
 
     Raises:
         ValueError: If the data can't be used. The error is raised before large files are read.
@@ -136,7 +137,7 @@ def _locate_source(data: str, beat: Heartbeat, columns: Columns) -> Source:
 def check_inputs(recipe: ImageRecipe) -> int:
     """Check the data and weights before torch is imported, for at most EARLY_S seconds.
 
-    A background thread lists the data's files, and the next call of find_source() uses this listing.
+    A background thread lists the data's files, and the next find_source() call uses this listing.
 
     Returns:
         Always 0.
@@ -150,7 +151,7 @@ def check_inputs(recipe: ImageRecipe) -> int:
     if data not in KNOWN and not data.startswith(("hub:", "s3:")):
         _listings[data, columns] = listing = start_daemon(partial(_find_files, data, columns))
         if wait([listing], EARLY_S).done:
-            with suppress(OSError):  # the next call of find_source() will report this error
+            with suppress(OSError):  # the next find_source() call will report this error
                 find_source(recipe, lambda: None)
             _listings[data, columns] = listing
     return 0
@@ -237,7 +238,7 @@ def _write_synthetic(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
 
 
 def _find_stored_shards(data: str) -> Source:
-    """Find prepared or indexed shards below an S3 prefix. Shards are downloaded when needed."""
+    """Find prepared or indexed shards under an S3 prefix. Shards are downloaded when needed."""
     from onecurve.data import shards
     from onecurve.system.s3 import ObjectStore
 
@@ -318,7 +319,7 @@ def _table_source(
         name: Name of the data set.
         tables: Tables of each split, by split name.
         files: Table files of each split, by split name.
-        name_format: Format string for a file's name in the cache key, which must not change if the data is
+        name_format: Format string for a file's name in the cache key. The name must not change if the data is
             moved.
         columns: Columns that the flags specify.
     """
@@ -386,7 +387,7 @@ def find_class_folders(root: Path) -> Source:
 
 
 def _find_metadata(root: Path, files: dict[str, Path], columns: Columns) -> Source:
-    """Find the images in the lists that the split folders contain."""
+    """Find the images listed in the split folders' image lists."""
     from onecurve.data.lists import read_list
 
     rows = [

@@ -75,7 +75,7 @@ def hold_out(folder: Path, holdout: float | str) -> None:
 
 
 def part_file(folder: Path, part: str) -> Path:
-    """Return the path of a part's image ids ("train" for training, "val" for held-out images), int64 [n]."""
+    """Return the path of the file with the training ("train") or held-out ("val") image ids, int64 [n]."""
     return folder / f"{part}_part.npy"
 
 
@@ -115,7 +115,7 @@ def held_out(labels: np.ndarray, holdout: float | str) -> np.ndarray:
         )
     exact_shares = sizes * target / count
     shares = np.minimum(exact_shares.astype(np.int64), spare_images)
-    # Add images to the classes that are furthest below their share
+    # Hold out more images of the classes that are furthest below their exact share
     while (missing := target - shares.sum()) > 0:
         open_classes = np.flatnonzero(shares < spare_images)
         order = np.argsort(shares[open_classes] - exact_shares[open_classes], kind="stable")
@@ -128,7 +128,7 @@ def held_out(labels: np.ndarray, holdout: float | str) -> np.ndarray:
 
 
 class ArraySplit(Shuffled):
-    """Split that is stored as a memory-mapped array of decoded images, uint8 [stored images, H, W, 3]."""
+    """Split stored as a memory-mapped array of decoded images, uint8 [stored images, H, W, 3]."""
 
     cropped = False
     part: SplitPart
@@ -215,7 +215,7 @@ class ArraySplit(Shuffled):
         return send(images, device)
 
     def _copy_to_device(self, device: torch.device) -> Tensor | None:
-        """Return the images on a CUDA device, or None if the images exceed a quarter of the free memory."""
+        """Return the images on a CUDA device, or None if they exceed a quarter of its free memory."""
         size_bytes = len(self) * self.images.strides[0]
         if device.type == "cuda" and size_bytes <= torch.cuda.mem_get_info(device)[0] // 4:
             return torch.from_numpy(self.images if self.rows is None else self.images[self.rows]).to(device)
@@ -282,7 +282,7 @@ class EncodedSplit(Shuffled):
 
     @contextmanager
     def _fetched(self, plan: Plan, train: bool, workers: int) -> Iterator[Plan]:
-        """Provide an iterator over the plan that yields each item once the item's images are on this host."""
+        """Provide an iterator over the plan that yields each item once its images are on this host."""
         yield plan
 
 
@@ -296,7 +296,7 @@ class FileSplit(EncodedSplit):
 
 
 class CroppedSplit(EncodedSplit):
-    """Split that crops the images of an array, for models that were evaluated on crops."""
+    """Split that crops the images of an array, for models evaluated on crops."""
 
     def __init__(self, split: ArraySplit):
         super().__init__(len(split))
@@ -344,7 +344,7 @@ class ShardSplit(EncodedSplit):
             if part.file is not None:
                 counts = np.bincount(self.rows[:, 0], minlength=len(counts)).tolist()
             self.samples = Streamed(counts, recipe.streams, recipe.shuffle_window)
-        # Share of this split that is used for evaluation, which --max_val_images may reduce
+        # Fraction of this split that is evaluated. --max_val_images may reduce it
         share = min(1.0, (recipe.max_val_images or math.inf) / len(self))
         self.evaluated_share = 1.0 if evaluated_split else share
         files = (cache.path(shard.file) if cache else Path(location) / shard.file for shard in self.shards)
@@ -367,25 +367,24 @@ class ShardSplit(EncodedSplit):
             )
 
     def needed_bytes(self, batch: Batch) -> int:
-        """Return the maximum number of bytes in shards that a host reads at once."""
+        """Return the maximum total size in bytes of the shards that a host reads at once."""
         assert isinstance(self.samples, Streamed)
         streams_per_host = self.samples.streams * processes_per_host() // batch.processes
         steps_in_flight = math.ceil(in_flight(self.workers) / batch.accumulations)
         images_in_flight = steps_in_flight * batch.total // self.samples.streams  # images per stream
-        # The span covers the windows of the first and the last image in flight, and all images between these
-        # windows.
+        # The span covers the windows of the first and the last image in flight, and all images in between.
         span_images = 2 * self.samples.window + images_in_flight
         training_bytes = min(streams_per_host * self._span_bytes(span_images), self._span_bytes(len(self)))
         return math.ceil(training_bytes + processes_per_host() * self._evaluation_bytes(batch.per_device))
 
     def _span_bytes(self, images: float) -> float:
-        """Return the bytes in shards that contain `images` consecutive images, plus one shard at each end."""
+        """Return the size in bytes of shards with `images` consecutive images, plus one shard at each end."""
         total_bytes = sum(shard.bytes for shard in self.shards)
         edge_bytes = 2 * max(shard.bytes for shard in self.shards)
         return min(images / len(self) * total_bytes + edge_bytes, total_bytes)
 
     def _evaluation_bytes(self, per_device: int) -> float:
-        """Return the bytes in shards that a process reads at once in an evaluation during training."""
+        """Return the size in bytes of the shards that an evaluating process reads at once during training."""
         split = self.evaluated_split
         if split is None:
             return 0
@@ -414,8 +413,8 @@ class ShardSplit(EncodedSplit):
     def names(self) -> NameOf:
         """Return a function that maps image ids in the stored split to image names.
 
-        The names file is next to the index. Data from earlier versions has no names file, so names are then
-        read from the tar headers if the shards are on a local disk.
+        The names file is next to the index. For data from earlier versions, which has no names file, names
+        are read from the tar headers if the shards are on a local disk.
         """
         file, count = names_file(self.part.split), sum(shard.images for shard in self.shards)
         if self.location.startswith("s3://"):

@@ -1,8 +1,7 @@
-"""Readers for image tables in parquet files, in folders that `datasets` saved, and on the Hugging Face hub.
+"""Readers for image tables in parquet files, in folders saved by `datasets`, and on the Hugging Face Hub.
 
-Local files are read in place with pyarrow. `datasets` is used only for the hub, because this library copies
-files to a separate cache, interprets `[`, `*` and `::` in folder names as patterns and URLs, and takes 3 s to
-import.
+Local files are read in place with pyarrow. `datasets` is used only for the Hub, because it copies files to a
+separate cache, interprets `[`, `*` and `::` in folder names as patterns and URLs, and takes 3 s to import.
 """
 
 import json
@@ -31,7 +30,7 @@ HUB = re.compile(r"hub:(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+))?", re.ASCII)
 # if no column has a usual name.
 IMAGE_COLUMNS, LABEL_COLUMNS = ("img", "image"), ("label", "fine_label")
 OTHER_LABEL_COLUMNS = ("labels", "class", "category", "target")
-IMAGE_ROWS, LABEL_ROWS = 256, 1_000_000  # rows that are read per chunk
+IMAGE_ROWS, LABEL_ROWS = 256, 1_000_000  # rows read per chunk
 MULTI_LABEL = (
     "Multi-label data is not supported, because the scripts train classifiers with one class per image. Keep"
     " only one label for each image"
@@ -128,7 +127,7 @@ def _named_files(folder: Path, split: str) -> list[Path]:
 
 
 def _files_in_folders(folder: Path, split: str) -> list[Path]:
-    """Return the parquet files in a split's folder, or [] if the split's folder contains subfolders.
+    """Return the parquet files in a split's folder, or [] if it contains subfolders.
 
     A folder with subfolders is ignored, because it may consist of class folders and an unrelated parquet
     file.
@@ -138,7 +137,7 @@ def _files_in_folders(folder: Path, split: str) -> list[Path]:
 
 
 def saved_files(root: Path) -> dict[str, list[Path]] | None:
-    """Return each split's data files if `save_to_disk` from `datasets` wrote the folder, otherwise None."""
+    """Return each split's data files if the folder was saved by `datasets.save_to_disk`, otherwise None."""
     if (root / "state.json").is_file() and (root / "dataset_info.json").is_file():
         folders = {"train": root}
     elif (root / "dataset_dict.json").is_file():
@@ -212,17 +211,17 @@ def write_tables(
 class Labels(NamedTuple):
     """Labels of one split, with the row counts of its tables."""
 
-    numbers: np.ndarray  # labels as numbers, int64 [N]
+    numbers: np.ndarray  # class indices, int64 [N]
     rows: list[tuple[str, int]]  # name and row count of each table
 
 
 def read_labels(
     splits: dict[str, list[Table]], chosen: Columns, beat: Heartbeat
 ) -> tuple[tuple[str, ...], dict[str, Labels]]:
-    """Read the class names and, for each split, the labels.
+    """Read the class names and each split's labels.
 
     If the files contain no class names, the classes are the sorted distinct labels in the training split. A
-    test split is ignored if all of its labels are -1 or null, because data sets on the hub hide test labels
+    test split is ignored if all of its labels are -1 or null, because data sets on the Hub hide test labels
     in this way.
 
     Raises:
@@ -341,11 +340,11 @@ class TableImage(NamedTuple):
     """Encoded image from a table row."""
 
     content: bytes
-    name: str  # path from the hub's Image struct, or ""
+    name: str  # path from the Hub's Image struct, or ""
 
 
 def read_images(tables: list[Table], chosen: Columns, beat: Heartbeat) -> Iterator[TableImage]:
-    """Yield the images in a column of binary values or of the hub's Image structs."""
+    """Yield the images in a column of binary values or the Hub's Image structs."""
     for table in tables:
         with table.open() as (schema, read):
             row = 0
@@ -381,7 +380,7 @@ def _image_bytes(column: "pyarrow.Array", table: Table, row: int) -> list[TableI
 
 
 def _holds_bytes(dtype: "pyarrow.DataType") -> bool:
-    """Return True if a type is binary or the hub's Image struct."""
+    """Return True if a type is binary or the Hub's Image struct."""
     import pyarrow as pa
 
     if pa.types.is_struct(dtype) and dtype.get_field_index("bytes") >= 0:
@@ -465,7 +464,7 @@ def chosen_column(
 
 
 def _column_features(schema: "pyarrow.Schema", where: str) -> dict[str, dict[str, Any]]:
-    """Return each column's feature in the schema's metadata from `datasets`, or {} without such metadata."""
+    """Return each column's feature from `datasets` metadata in the schema, or {} without such metadata."""
     try:
         metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
         features = (metadata.get("info") or {}).get("features") or {}

@@ -1,4 +1,4 @@
-"""DataLoader workers that decode and crop images, with functions that start the workers and stop them."""
+"""DataLoader workers that decode and crop images, with functions that start and stop the workers."""
 
 import atexit
 import functools
@@ -73,8 +73,8 @@ def decoded(
     """Yield micro-batches of decoded images, cropped to size x size, in the order of the plan.
 
     Args:
-        open_images: Function that opens the images. The function's pickle must be small, because each worker
-            receives a copy.
+        open_images: Function that opens the images. Its pickle must be small, because each worker receives a
+            copy.
         labels: Labels of all samples, int64 [N].
         plan: Epoch and sample ids of each micro-batch.
         device: Device of the micro-batches.
@@ -140,8 +140,8 @@ def _while_workers_live(loader: Iterable[Item]) -> Generator[Item, None, None]:
         yield from loader
     except (RuntimeError, EOFError, ConnectionError) as error:
         is_exit = "exited unexpectedly" in str(error)
-        # A batch is lost if a worker dies after announcing the batch, and torch requests the batch before
-        # noticing that the worker is dead. Errors that begin with "Caught" come from workers that are alive.
+        # A batch is lost if a worker dies after announcing it, and torch requests it before noticing that the
+        # worker is dead. Errors that begin with "Caught" come from workers that are alive.
         is_lost_batch = not isinstance(error, RuntimeError) and not str(error).startswith("Caught")
         if not (is_exit or is_lost_batch):
             raise
@@ -222,7 +222,7 @@ class _Crops(Dataset):
 
 
 def _source_positions(ids: np.ndarray, broken: dict[int, str]) -> np.ndarray:
-    """Return the index of the image that is used at each position in the micro-batch, int64 [b].
+    """Return the index of the image used at each position in the micro-batch, int64 [b].
 
     A broken image is replaced with the next intact image, or with the first intact image at the end.
     """
@@ -253,7 +253,7 @@ def _share(crops: Tensor, ahead: int) -> str:
     return ""
 
 
-# Signals that workers ignore, because the trainer handles these signals
+# Signals that workers ignore, because the trainer handles them
 FOR_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -261,10 +261,10 @@ FOR_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 def _forkserver() -> multiprocessing.context.BaseContext:
     """Return a multiprocessing context whose fork server starts the workers.
 
-    Forking this process directly would copy its sockets, and also locks that threads of the process group,
-    CUDA or telemetry may hold at that moment. Spawning workers would import the script and torch once per
-    worker and epoch. In contrast, the fork server imports modules only once, runs none of our threads, and
-    forks each worker.
+    Forking this process directly would copy its sockets and any locks that process group, CUDA or telemetry
+    threads hold at the time of the fork. Spawning workers would import the script and torch once per worker
+    and epoch. In contrast, the fork server imports modules only once, runs none of our threads, and forks
+    each worker.
     """
     atexit.register(_kill_workers)
     # Each worker runs the script's top-level code again, because Python 3.11's fork server does not preload
@@ -286,7 +286,7 @@ def _forkserver() -> multiprocessing.context.BaseContext:
     python_path = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     # The fork server and the workers inherit the signal mask, so that a signal to the process group can't end
-    # a worker during its start.
+    # a worker during startup.
     multiprocessing.resource_tracker.ensure_running()  # unblocks signals, so this call must precede the mask
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_TRAINER)
     try:
@@ -301,7 +301,7 @@ def _forkserver() -> multiprocessing.context.BaseContext:
 
 
 def _kill_workers() -> None:
-    """Kill workers that still run at exit because the traceback of an error refers to the batches.
+    """Kill workers that still run at exit because an error's traceback refers to the batches.
 
     Without this function, multiprocessing would send SIGTERM, which workers ignore, and wait forever.
     """
@@ -313,8 +313,8 @@ def _kill_workers() -> None:
 def _start_worker(_: int) -> None:
     """Make a worker ignore signals to the process group, and end the worker when the trainer ends.
 
-    torch's watchdog does not end the worker, because the watchdog only checks the worker's parent, which is
-    the fork server and stays alive.
+    torch's watchdog does not end the worker, because it only checks the worker's parent process. This parent
+    is the fork server, which stays alive.
     """
     trainer = multiprocessing.parent_process()
     assert trainer is not None

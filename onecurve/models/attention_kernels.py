@@ -1,7 +1,7 @@
 """Defines `torch.ops.onecurve.short_attention`, Triton kernels for attention with few tokens.
 
 onecurve/models/attention.py decides when to use the kernels, and computes the same function in plain torch.
-This file imports Triton, so only runs that use the kernels import this file.
+This file imports Triton, so only runs that use the kernels import it.
 
 A Triton program computes one head of one sample, or some of the head's tokens. Each program reads query, key
 and value directly from the projection's output, [B, N, 3, H, D], and writes the gradients to the same
@@ -10,18 +10,19 @@ kernels need no atomics, and the results are bitwise identical for any execution
 
 - With up to 64 tokens, a program keeps one head in registers, and the backward kernel recomputes the softmax.
 - With 65 to 256 tokens, a program loops over tiles of keys (FlashAttention-2, arXiv 2307.08691). The forward
-  kernel divides the queries among programs, and stores the logarithm of each softmax denominator. A program
-  of the backward kernel processes all queries of one head, so each program writes the gradients of a tile's
-  keys and values in one pass.
+  kernel divides the queries among programs, and stores the logarithm of each softmax denominator. A backward
+  program processes all queries of one head, so it writes the gradients of a tile's keys and values in one
+  pass.
 
 The kernels receive only pointers as arguments. All numbers are compile-time constants (tl.constexpr), because
-some versions of Inductor passed a Python float to a Triton kernel as fp64, whereas Triton passes fp32 (since
-pytorch #170289 of December 2025; fixed by #190340, which torch 2.15 includes). A scale passed as an argument
-therefore made compiled steps compute the softmax in fp64. Compiled for an H200, the forward and backward
-kernels of the prototype contained 966 and 1,112 fp64 instructions instead of none, and used 112 and 220
-registers instead of 80 and 149. These instructions are the likely reason why the two kernels took 0.32 ms in
-a compiled step but 0.127 ms outside of a compiled step (torch 2.11). Inductor preserves warps, strides and
-alignment. The code that Inductor generates for ViT-B/32 on a CPU uses the same values as an eager launch.
+some Inductor versions passed a Python float to a Triton kernel as fp64, whereas Triton passes fp32. This bug
+was introduced by pytorch #170289 in December 2025 and fixed by #190340, which torch 2.15 includes. A scale
+passed as an argument therefore made compiled steps compute the softmax in fp64. Compiled for an H200, the
+prototype's forward and backward kernels contained 966 and 1,112 fp64 instructions instead of none, and used
+112 and 220 registers instead of 80 and 149. These instructions are the likely reason why the two kernels took
+0.32 ms in a compiled step but 0.127 ms outside of a compiled step (torch 2.11). Inductor preserves warps,
+strides and alignment. The code that Inductor generates for ViT-B/32 on a CPU uses the same values as an eager
+launch.
 """
 
 from typing import Any, NamedTuple
@@ -44,7 +45,7 @@ class Tiles(NamedTuple):
 
 WHOLE = 64  # maximum number of tokens for which a program keeps a whole head in registers
 WHOLE_WARPS = 4  # warps per program; 4 was the fastest of 1, 2, 4 and 8 on an H200 with 50 tokens
-# These tile sizes were chosen by the register and shared-memory use of the compiled kernels. The kernels'
+# These tile sizes were chosen based on the compiled kernels' register and shared-memory use. The kernels'
 # speed with these sizes has not been measured on a GPU yet.
 FORWARD, BACKWARD = Tiles(64, 32, 4), Tiles(0, 32, 8)
 LOG2_E = tl.constexpr(1.4426950408889634)  # converts exponents to base 2, because GPUs compute powers of 2
@@ -211,5 +212,5 @@ def _forward_flops(qkv: Any, **_: Any) -> int:
 
 @register_flop_formula(torch.ops.onecurve.short_attention_backward)
 def _backward_flops(qkv: Any, *_: Any, **__: Any) -> int:
-    # The formula of torch's attention, whose backward pass also recomputes the scores
+    # FLOP formula of torch's attention, whose backward pass also recomputes the scores
     return 5 * _forward_flops(qkv) // 2

@@ -4,7 +4,7 @@ import math
 from typing import Any, NamedTuple
 
 INTERPOLATIONS = ("bilinear", "bicubic")
-LEGACY = "legacy"  # bilinear in crops and bicubic on the device, as in versions without a choice per model
+LEGACY = "legacy"  # bilinear in crops, bicubic on the device, as in versions without per-model interpolation
 CROP_MODES = ("center", "squash", "border")
 
 
@@ -32,7 +32,7 @@ class Crop(NamedTuple):
         return None if self.interpolation == LEGACY else self.interpolation
 
     def scaled(self, size: int) -> int:
-        """Return the length to which an image side is scaled before cropping, rounded down like in timm."""
+        """Return the length to which an image side is scaled before cropping, rounded down as in timm."""
         length = size / self.crop_pct
         return round(length) if self.interpolation == LEGACY else math.floor(length)
 
@@ -43,9 +43,9 @@ IMAGENET = {name: getattr(IMAGENET_CROP, name) for name in FLAGS}
 
 
 class DataConfig(NamedTuple):
-    """Preprocessing that a model's inputs require."""
+    """Preprocessing required for a model's inputs."""
 
-    mean: tuple[float, ...]  # mean of each channel for pixels in [0, 1], used for normalisation
+    mean: tuple[float, ...]  # per-channel mean for pixels in [0, 1], used for normalisation
     std: tuple[float, ...]
     crop: Crop = IMAGENET_CROP
 

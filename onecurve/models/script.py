@@ -1,4 +1,4 @@
-"""Loads a train script as a module to read the script's recipe and build the model without training.
+"""Loads a train script as a module to read its recipe and build the model without training.
 
 `python -m onecurve.models.script train_vit.py [FLAGS]` prints the number of parameters, the number of images,
 the data and the batch size as JSON for doctor.py. The command neither trains nor downloads.
@@ -36,7 +36,7 @@ CLASSES = 10  # arbitrary, because the number of classes changes a model's size 
 
 
 def own_script(name: str | None) -> Path:
-    """Return the path of the train script whose name a checkpoint's manifest contains.
+    """Return the path of the train script named in a checkpoint's manifest.
 
     The script must belong to this project. A manifest can't specify a path, because loading a script runs its
     code.
@@ -65,16 +65,15 @@ def load_script(path: Path) -> ModuleType:
 
 
 def model_section(text: str) -> str | None:
-    """Return the code in a script's section `# --- Model`, from which export.py creates model.py."""
+    """Return the code in a script's `# --- Model` section, from which export.py creates model.py."""
     section = re.search(r"^# --- Model\b[^\n]*\n(.*?)^# --- ", text, re.MULTILINE | re.DOTALL)
     return section[1].strip() if section else None
 
 
 def names_from_above(section: str) -> list[str]:
-    """Return the names that a Model section uses but that neither the section nor model.py defines.
+    """Return the names used in a Model section but defined neither there nor in model.py.
 
-    The section is compiled but not run. Annotations are ignored, because model.py does not evaluate
-    annotations.
+    The section is compiled but not run. Annotations are ignored, because model.py does not evaluate them.
     """
     used, defined = set[str](), {*dir(builtins), *MODEL_NAMES}
     codes: list[Any] = [compile(f"from __future__ import annotations\n{section}", "model.py", "exec")]
@@ -91,7 +90,7 @@ def names_from_above(section: str) -> list[str]:
 
 
 def recipe_class(script: ModuleType) -> type[Recipe]:
-    """Return the recipe class that the script declares, or raise ValueError if there is no recipe class."""
+    """Return the recipe class that the script declares, or raise ValueError if there is none."""
     declared = (
         value for value in vars(script).values() if getattr(value, "__module__", None) == script.__name__
     )
@@ -131,7 +130,7 @@ def as_flags(recipe: dict[str, Any], cls: type[Recipe]) -> list[str]:
 
 
 def normalisation(script: ModuleType, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the mean and standard deviation of each channel that the script uses for pixels in [0, 1]."""
+    """Return the per-channel mean and standard deviation that the script uses for pixels in [0, 1]."""
     if hasattr(script, "MEAN"):
         return script.MEAN, script.STD
     return data_config_of(model)[:2]
@@ -153,7 +152,7 @@ def main() -> None:
 
 
 def training_images(data: str) -> int | None:
-    """Return the number of training images, or None if counting the images would take long."""
+    """Return the number of training images, or None if counting them would take long."""
     folder = Path(data)
     if tables := sorted(folder.rglob("train-*.parquet")):
         import pyarrow.parquet

@@ -79,7 +79,7 @@ def fitting(name: str, size: int, **options: Any) -> dict[str, Any]:
 
 
 def _try_options(name: str, size: int, options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Return the options that the model accepts, and whether the model can process images of this size.
+    """Return the options that the model accepts, and whether it can process images of this size.
 
     The model runs on the meta device, so that the trial needs little time and memory and draws no random
     numbers.
@@ -107,11 +107,11 @@ def block_classes(model: Any) -> tuple[str, ...]:
 
     The blocks are the model's `_no_split_modules`, or else the modules to which `group_matcher` assigns
     separate indices, or else the modules in the model's `stages` or `blocks`. The function replaces a stage
-    with the stage's `blocks`, and a torch container with the container's modules. Single layers and
-    submodules of blocks are not blocks.
+    with its `blocks`, and a torch container with its modules. Single layers and submodules of blocks are not
+    blocks.
 
     Raises:
-        ValueError: If layers of the model share parameters, because timm can't save such a model.
+        ValueError: If the model's layers share parameters, because timm can't save such a model.
     """
     if len([*model.named_parameters(remove_duplicate=False)]) > len([*model.parameters()]):
         raise ValueError(f"{type(model).__name__}'s layers share parameters. Choose a different --model.")
@@ -151,7 +151,7 @@ def _blocks_in(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def head_names(name: str) -> tuple[str, ...]:
-    """Return the names of a timm model's logit layers, of which distilled DeiT models have two."""
+    """Return the names of a timm model's logit layers. Distilled DeiT models have two."""
     import timm
 
     return _layer_names(getattr(timm.get_pretrained_cfg(name), "classifier", None))
@@ -173,9 +173,9 @@ def _layer_names(classifier: str | tuple[str, ...] | None) -> tuple[str, ...]:
 class DropPath(nn.Module):
     """Stochastic depth (arXiv 1603.09382) for tensors [B, ...].
 
-    In training, this layer drops a residual branch for some samples and scales the branch for the remaining
-    samples. timm's DropPath stores the rate as a Python number, which torch.compile turns into a constant, so
-    that each block needs a separate graph. This class avoids these graphs by storing the rate in a buffer.
+    In training, this layer drops a residual branch for some samples and scales it for the remaining samples.
+    timm's DropPath stores the rate as a Python number, which torch.compile turns into a constant, so that
+    each block needs a separate graph. This class avoids separate graphs by storing the rate in a buffer.
     """
 
     UNITS = 2**24  # float32 represents every integer up to this number
@@ -200,10 +200,10 @@ class PatchConv2d(nn.Conv2d):
     The layer maps [B, C, H, W] to [B, out, H / kernel, W / kernel], channels_last.
 
     With cuDNN, the convolution took 7.4 ms of a 60 ms step (ViT-B/32, batch 512, one H200), mostly for the
-    gradient of the weights. With the matrix product, and with attention that splits query, key and value in
-    the projection's order, a step takes 48.5 ms. Evaluation and exported files use the convolution, so that
-    their results are bitwise identical to timm's. Training also uses the convolution if the image size is not
-    a multiple of the kernel size.
+    weight gradient. With the matrix product, and with attention that splits query, key and value in the
+    projection's order, a step takes 48.5 ms. Evaluation and exported files use the convolution, so that their
+    results are bitwise identical to timm's. Training also uses the convolution if the image size is not a
+    multiple of the kernel size.
     """
 
     def forward(self, x: Tensor) -> Tensor:

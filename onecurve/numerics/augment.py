@@ -3,8 +3,8 @@
 To use these functions in a different project, copy this file, which requires torch and numpy, and torchvision
 only for mixer(). The file rand_augment.py imports this file from the same folder. Random numbers are float64
 values in [0, 1), with one row per sample. This project computes the random numbers with `uniforms` from
-onecurve/numerics/order.py, but any other source of random numbers also works. COLUMNS assigns each column to
-one operation, including operations in other files.
+onecurve/numerics/order.py, but any other source of random numbers also works. COLUMNS assigns each column of
+random numbers to one operation, including operations in other files.
 """
 
 import math
@@ -30,7 +30,7 @@ COLUMNS = {
 SHIFT, FLIP, CROP, COLOR, ERASING, RAND_AUGMENT = COLUMNS.values()
 DRAWS = RAND_AUGMENT.stop  # number of random numbers per sample
 
-# Maximum number of pixels of an image for which normalisation factors are repeated per pixel. For larger
+# Maximum number of pixels in an image whose normalisation factors are repeated for each pixel. For larger
 # images, the inner loop is long enough without repetition, and repeated factors would need too much memory.
 REPEATED_PIXELS = 2**19
 ALIGNMENT = 8  # bytes, because a view with a different dtype must start at a multiple of that dtype's size
@@ -73,14 +73,14 @@ def moves(draws: np.ndarray, pad: int, flip: bool) -> np.ndarray:
         flip: Whether to flip images with a probability of 1/2.
 
     Returns:
-        Shift down, shift right, and 1 for a flip, int64 [3, B].
+        Downward shift, rightward shift, and 1 for a flip, int64 [3, B].
     """
     shifts = np.floor(draws[:, SHIFT] * (2 * pad + 1)).astype(np.int64) - pad
     return np.stack([*shifts.T, draws[:, FLIP.start] < (0.5 if flip else 0.0)])
 
 
 def moved_pixels(rows: Tensor, moved: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the indices of the source pixels of shifted and flipped images.
+    """Return the source pixel indices of shifted and flipped images.
 
     Images are mirrored at their borders, whereas He et al. pad images with black.
 
@@ -175,13 +175,12 @@ def to_float(
 ) -> Tensor:
     """Normalise and resize images on the device.
 
-    Because images are resized on the device, only 3 kB instead of 602 kB are copied to the device per CIFAR
-    image.
+    Because images are resized on the device, copying a CIFAR image transfers 3 kB instead of 602 kB.
 
     Args:
         images: Pixels, uint8 [B, H, W, 3].
-        mean: Mean of each channel for pixels in [0, 1].
-        std: Standard deviation of each channel for pixels in [0, 1].
+        mean: Per-channel mean for pixels in [0, 1].
+        std: Per-channel standard deviation for pixels in [0, 1].
         size: Edge length of the output images in pixels.
         interpolation: `bilinear` or `bicubic` with PIL's kernel, or None for bicubic with PyTorch's kernel
             when enlarging.
@@ -207,10 +206,10 @@ def to_float(
 def _normalization(
     mean: tuple[float, ...], std: tuple[float, ...], pixels: int, device: torch.device
 ) -> Tensor:
-    """Return scales and shifts, repeated so that the inner loop covers a whole image: [2, pixels * 3].
+    """Return normalisation scales and shifts, repeated so the inner loop covers an image: [2, pixels * 3].
 
     The tensor is cached, because each copy to a GPU costs the host about 10 us. The alternative,
-    torch.tensor(..., device=...), would also wait for all work that is queued on the device.
+    torch.tensor(..., device=...), would also wait for all work queued on the device.
     """
     factors = torch.tensor([[1 / (255 * s) for s in std], [-m / s for m, s in zip(mean, std, strict=True)]])
     return factors.to(device, non_blocking=True).repeat(1, pixels)
@@ -222,9 +221,9 @@ def _resize_matrices(
 ) -> tuple[Tensor, ...]:
     """Return matrices that resize rows, [size, H], and columns with interleaved channels, [W * 3, size * 3].
 
-    Matrices are possible because resizing is linear in the pixels. On a CPU, the matrix products take a fifth
-    of the time of F.interpolate (32 to 224 pixels). The speed of the matrix products on a GPU has not been
-    measured yet.
+    Matrix products can resize images because resizing is linear in the pixels. On a CPU, the matrix products
+    take a fifth of the time of F.interpolate (32 to 224 pixels). The speed of the matrix products on a GPU
+    has not been measured yet.
     """
     shrinks = size < max(h, w)
     rows, columns = (
@@ -249,9 +248,9 @@ def mixer(mixup: float, cutmix: float, classes: int, dtype: torch.dtype | None =
     generator, which is seeded by onecurve.numerics.order.reseed.
 
     Args:
-        mixup: Alpha of mixup, or 0 to disable mixup.
-        cutmix: Alpha of cutmix, or 0 to disable cutmix. If mixup is also enabled, each micro-batch uses
-            either mixup or cutmix, chosen at random.
+        mixup: Mixup's alpha, or 0 to disable mixup.
+        cutmix: Cutmix's alpha, or 0 to disable cutmix. If mixup is also enabled, each micro-batch uses either
+            mixup or cutmix, chosen at random.
         classes: Number of classes.
         dtype: Dtype of the mixed images, which defaults to the dtype of the input images. For a model that
             rounds its inputs to bf16, the dtype bf16 halves the memory traffic.

@@ -70,7 +70,7 @@ class RunningStatistics:
 class _Layer(BatchNorm):
     """BatchNorm layer, [B, C, ...] -> [B, C, ...], that trains with the micro-batch's statistics.
 
-    Weight and bias are cast to fp32, the dtype of the statistics, because torch refuses mixed dtypes.
+    Weight and bias are cast to fp32, the statistics' dtype, because torch refuses mixed dtypes.
     """
 
     momentum: float

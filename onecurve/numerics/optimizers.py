@@ -10,11 +10,11 @@ from onecurve.system.text import did_you_mean
 
 
 def can_fuse_sgd(accelerator: Accelerator) -> bool:
-    """Return True if torch.optim.SGD(fused=True) can be used, which requires a GPU and excludes FSDP.
+    """Return True if torch.optim.SGD(fused=True) can be used, that is, on a GPU without FSDP.
 
-    Fused SGD runs one kernel for all tensors, and the fp16 scaler does not have to wait for the device.
-    DTensors do not support fused SGD in torch 2.15. On a CPU, fused SGD would round differently than existing
-    runs, which must remain resumable.
+    Fused SGD updates all tensors in one kernel, and the fp16 scaler does not have to synchronize with the
+    device. DTensors do not support fused SGD in torch 2.15. On a CPU, fused SGD would round differently from
+    existing runs, which must remain resumable.
     """
     return accelerator.device.type == "cuda" and accelerator.distributed_type != DistributedType.FSDP
 

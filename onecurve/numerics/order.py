@@ -82,10 +82,11 @@ def stream_order(
 ) -> np.ndarray:
     """Return the sample ids of one epoch of sharded data: int64 [floor(N / B) * B].
 
-    The shards, with counts[k] samples each, are concatenated in random order and cut into streams of the same
-    length. The samples in a stream are shuffled within windows, so that a reader needs only the shards of one
-    window at a time. A step of B samples uses B / streams samples from each stream, one stream after the
-    other. If the number of processes divides the number of streams, no two processes read the same stream.
+    The shards (shard k contains counts[k] samples) are concatenated in random order and cut into streams of
+    the same length. The samples in a stream are shuffled within windows, so that a reader needs only the
+    shards of one window at a time. A step of B samples uses B / streams samples from each stream, one stream
+    after the other. If the number of processes divides the number of streams, no two processes read the same
+    stream.
     """
     generator = np.random.RandomState([seed, epoch])
     shard_ends = np.cumsum(counts)
@@ -122,10 +123,10 @@ def steps_per_epoch(samples: Samples, batch: "Batch") -> int:
 
 @dataclass(frozen=True)
 class Steps:
-    """Optimizer steps of a run, which trains the steps first ... last - 1."""
+    """Range of optimizer steps that a run trains, first ... last - 1."""
 
     per_epoch: int
-    total: int  # number of steps in all epochs, which is the length of schedules
+    total: int  # number of steps in all epochs, used as the schedule length
     last: int  # minimum of total and --max_steps
     first: int = 0  # greater than 0 in a resumed run
 
@@ -160,10 +161,10 @@ def evaluation_plan(
 ) -> Iterator[tuple[np.ndarray, int]]:
     """Yield this rank's evaluation micro-batches. All ranks together evaluate each sample exactly once.
 
-    Each rank evaluates consecutive micro-batches, so that the rank reads only a part of the shards. The
-    micro-batches that contain samples are the same on any number of processes. All ranks evaluate the same
-    number of micro-batches with the same shape, because a forward pass is a collective operation under FSDP
-    and ZeRO-3. Padding repeats the rank's last sample and must be excluded from metrics.
+    Each rank evaluates consecutive micro-batches, so it reads only some of the shards. The micro-batches that
+    contain samples are the same regardless of the number of processes. All ranks evaluate the same number of
+    micro-batches with the same shape, because a forward pass is a collective operation under FSDP and ZeRO-3.
+    Padding repeats the rank's last sample and must be excluded from metrics.
 
     Yields:
         Sample ids, int64 [per_device], and the number of ids that precede the padding.
@@ -179,7 +180,7 @@ def evaluation_plan(
 def chosen_by_hash(count: int, size: int) -> np.ndarray:
     """Choose `size` of the ids 0 ... count - 1 by a fixed hash, and return them sorted: int64 [size].
 
-    The choice does not depend on the seed. A smaller choice is always a subset of a larger choice.
+    The choice does not depend on the seed. A smaller choice is always a subset of a larger one.
     """
     return np.sort(np.argsort(hashes(count), kind="stable")[:size])
 

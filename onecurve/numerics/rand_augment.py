@@ -128,7 +128,7 @@ def _contrast(images: Tensor, strength: float) -> Tensor:
 
 
 def _sharpness(images: Tensor, strength: float) -> Tensor:
-    """Blend images with 3 x 3 means whose center pixel has weight 5. Border pixels do not change."""
+    """Blend images with 3 x 3 means that weight the center pixel by 5. Border pixels do not change."""
     h, w = images.shape[1:3]
     values = images.short()
     rows = values[:, :-2] + values[:, 1:-1] + values[:, 2:]
@@ -164,7 +164,7 @@ SIMPLE = {
 }
 
 # --- Warps: (height, width, strength, direction float64 [b]) -> the six factors for _warped(), each of which
-# is one number for all images, or an array with one number per image
+# is a number for all images or an array with one number per image
 
 
 def _rotate(h: int, w: int, strength: float, direction: np.ndarray) -> Factors:
@@ -188,7 +188,7 @@ OPERATIONS = (
     "Brightness", "Sharpness", "ShearX", "ShearY", "TranslateX", "TranslateY", "Cutout", "SolarizeAdd",
 )  # fmt: skip
 # Groups of operations whose images are processed together. The warps form a single group, which reduces the
-# number of kernels on a GPU.
+# number of kernel launches on a GPU.
 GROUPS = (*SIMPLE, "Cutout", "Warp")
 _GROUP_OF = np.array([GROUPS.index("Warp" if name in WARPS else name) for name in OPERATIONS])
 
@@ -206,7 +206,7 @@ def _blended(images: Tensor, others: Tensor, strength: float) -> Tensor:
 
 
 def _factor(strength: float) -> float:
-    """Return the factor for PIL's ImageEnhance. A factor of 1 keeps the image, and 0 removes the property."""
+    """Return PIL's ImageEnhance factor, where 1 keeps the image and 0 removes, for example, its contrast."""
     return 1.8 * strength + 0.1
 
 
