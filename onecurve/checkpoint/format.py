@@ -9,8 +9,8 @@
         manifest.json                        size and SHA-256 of each file, recipe, classes, writer
 
 A checkpoint is written atomically, and its manifest is written last. Checkpoint files contain no executable
-code. A checkpoint stores neither the data order nor the state of a random generator, because a run computes
-the data order and random numbers from the seed, epoch and step.
+code. A checkpoint stores neither the data order nor any random generator state, because a run derives both
+from the seed, epoch and step.
 """
 
 import contextlib
@@ -52,11 +52,11 @@ class OptimizerScalars(TypedDict):
     """Content of the optimizer section in state.json."""
 
     scalars: dict[str, dict[str, Any]]  # parameter name -> state name -> value
-    groups: list[dict[str, Any]]  # settings that the optimizer changed in each parameter group
+    groups: list[dict[str, Any]]  # each parameter group's settings that the optimizer changed
 
 
 class DamagedCheckpoint(ValueError):
-    """Raised when a checkpoint fails verification."""
+    """Error raised when a checkpoint fails verification."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Checkpoint:
 
 
 def can_store(value: Any) -> bool:
-    """Return True if a safetensors file or state.json can store the value."""
+    """Return True if a checkpoint can store the value in a safetensors file or in state.json."""
     if isinstance(value, Tensor):
         return value.dtype in DTYPE_NAMES
     return value is None or type(value) in (bool, int, float, str)
@@ -157,7 +157,7 @@ def write_step_index(parent: Path, latest: int, best: int | None) -> None:
 
 
 def parse_step_index(content: bytes, location: Path | str) -> dict[str, int]:
-    """Return the steps listed in index.json, for example {"latest": 390, "best": 260}.
+    """Return the checkpoint steps listed in index.json, for example {"latest": 390, "best": 260}.
 
     Raises:
         ValueError: If the content is not a checkpoint index.
@@ -181,7 +181,7 @@ def best_in(parent: Path) -> Path | None:
 
 
 def to_keep(steps: Iterable[int], best: int | None, keep_every: int | None) -> set[int]:
-    """Return the steps of the checkpoints to keep: the last two, the best, and multiples of --keep_every."""
+    """Return the checkpoint steps to keep: the latest two, the best, and multiples of --keep_every."""
     steps = sorted(steps)
     kept_steps = {*steps[-2:]} | {step for step in steps if step == best}
     if keep_every:
@@ -192,7 +192,7 @@ def to_keep(steps: Iterable[int], best: int | None, keep_every: int | None) -> s
 def remove(folder: Path) -> None:
     """Remove a checkpoint. An interrupted removal leaves no folder that looks like a complete checkpoint.
 
-    If the checkpoint is a symbolic link, a user has moved the checkpoint, so only the link is removed.
+    If a user has moved the checkpoint and left a symbolic link, only the link is removed.
     """
     if folder.is_symlink():
         log.info(f"Removing only the symbolic link {folder}. The linked folder {folder.readlink()} is kept.")
@@ -215,7 +215,7 @@ def remove_temporary(parent: Path) -> None:
 
 
 def verify(folder: Path, heartbeat: Heartbeat = lambda: None) -> Checkpoint:
-    """Verify a checkpoint's manifest, and the size and SHA-256 of every file in the checkpoint.
+    """Verify a checkpoint's manifest and every file's size and SHA-256.
 
     Raises:
         DamagedCheckpoint: If a file is missing or does not match the manifest. The error message names the
@@ -243,8 +243,8 @@ def _regular_file(path: Path) -> Path:
     """Return the path if it refers to a regular file.
 
     Raises:
-        DamagedCheckpoint: If the file is missing or is not a regular file. Symbolic links are refused, and so
-            are pipes, which would block the reader.
+        DamagedCheckpoint: If the file is missing or is not a regular file. Symbolic links are refused. Pipes
+            are also refused, because a read from a pipe would block.
     """
     if path.is_symlink() or not path.is_file():
         raise DamagedCheckpoint(f"{path} is {'not a regular file' if os.path.lexists(path) else 'missing'}")
@@ -300,8 +300,8 @@ def newest(parent: Path, heartbeat: Heartbeat = lambda: None, ours: bool = True)
     """Return the newest checkpoint that passes verification, or None if the folder contains no checkpoints.
 
     Args:
-        heartbeat: Function that is called about once per second while files are hashed.
-        ours: True if this process owns the folder and must rename damaged checkpoints to damaged_*.
+        heartbeat: Function called about once per second while files are hashed.
+        ours: True if this process owns the folder and must therefore rename damaged checkpoints to damaged_*.
 
     Raises:
         ValueError: If checkpoints exist but none of them passes verification.
@@ -370,7 +370,7 @@ class TensorFile:
         return {name: (DTYPES[dtypes[name]], shape) for name, shape in self.shapes().items()}
 
     def expect(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Raise ValueError unless the file contains exactly the tensors with these names and shapes."""
+        """Raise ValueError unless the file contains exactly these tensor names and shapes."""
         stored_shapes = self.shapes()
         differing = [name for name in shapes if stored_shapes.get(name, shapes[name]) != shapes[name]]
         differing += sorted(stored_shapes.keys() ^ shapes.keys())

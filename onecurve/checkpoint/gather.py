@@ -1,7 +1,7 @@
 """Gathers snapshots on the main process in background threads.
 
-The main process receives each piece directly into the snapshot buffer, over a separate gloo group. The main
-process receives one message from each rank in turn, so no rank waits long.
+The main process receives each tensor piece directly into the snapshot buffer, over a separate gloo group.
+Ranks take turns, each sending one message, so no rank waits long.
 """
 
 import threading
@@ -16,8 +16,8 @@ from torch import Tensor
 from onecurve.checkpoint.snapshot import Snapshot, Specs
 from onecurve.distributed.layout import Layout, Piece
 
-# Size of one message. On a 10 Gb/s network, sending one message takes a few milliseconds, which is the
-# maximum time that a training step's messages have to wait.
+# Message size in bytes. On a 10 Gb/s network, one message delays a training step's messages by at most a few
+# milliseconds.
 MESSAGE_BYTES = 4 * 2**20
 # Maximum fraction of the network (during a gather) and of one core (during a write) that a save uses. On two
 # cores, the ten steps during a save took 1.12 times as long as usual with 0.25, and 0.99 times as long with
@@ -26,15 +26,15 @@ SHARE = 0.1
 
 
 class NotGathered(Exception):
-    """Raised when a rank dies during a gather or does not answer within --timeout_s."""
+    """Error raised when a rank dies during a gather or does not answer within --timeout_s."""
 
 
 class Gather:
-    """Assignment of tensor pieces to ranks, and transfer of the pieces to the main process.
+    """Collector that assigns tensor pieces to ranks and gathers them on the main process.
 
     The constructor is collective and must be called before the model's first forward pass. If several ranks
-    store the same piece, as they do under DDP, the lowest rank sends the piece. The main process provides the
-    model's buffers and any optimizer state whose shape differs from the parameter's shape.
+    store the same piece, as they do under DDP, the lowest of these ranks sends it. The main process provides
+    the model's buffers and any optimizer state whose shape differs from its parameter's shape.
     """
 
     def __init__(self, layout: Layout):
@@ -47,7 +47,7 @@ class Gather:
             self.group = group
             dist.all_gather_object(pieces_by_rank, layout.pieces, group=self.group)
         assigned: set[tuple[str, int]] = set()
-        self.shares: list[dict[str, Piece]] = []  # for each rank, the pieces that it sends, by tensor name
+        self.shares: list[dict[str, Piece]] = []  # pieces sent by each rank, by tensor name
         for pieces in pieces_by_rank:
             share = {
                 name: piece
@@ -59,12 +59,12 @@ class Gather:
         for name, shape in self.shapes.items():
             lengths = [share[name].length for share in self.shares if name in share]
             assert sum(lengths) == torch.Size(shape).numel(), name
-        self.hurry = threading.Event()  # set while training waits for the checkpoint, which disables pauses
+        self.hurry = threading.Event()  # set while training waits for the checkpoint, to disable pauses
 
     def local_specs(self, specs: Specs) -> Specs:
-        """Return the dtype and shape of this rank's part of each tensor.
+        """Return the dtype and shape of this rank's piece of each tensor.
 
-        Rank 0's part is always the whole tensor.
+        For rank 0, the result always describes the whole tensors.
         """
         if self.rank == 0:
             return specs
@@ -77,7 +77,7 @@ class Gather:
         return snapshot.views if self.rank else dict(self._piece_views(snapshot, 0))
 
     def run(self, snapshots: dict[str, Snapshot]) -> None:
-        """Complete the main process's snapshots with the pieces of all other ranks.
+        """Complete the main process's snapshots with the other ranks' pieces.
 
         All ranks call this method, each in a background thread.
 
@@ -86,7 +86,7 @@ class Gather:
         """
         if self.rank:
             if self.shares[self.rank]:
-                # Tell the main process that this rank's copy is complete
+                # Tell the main process that this rank has copied its pieces into its snapshots
                 self._transfer(dist.send, torch.zeros(1), 0)
             for snapshot in snapshots.values():
                 for name in snapshot.specs:
@@ -110,7 +110,7 @@ class Gather:
     def pause(self, busy_s: float) -> None:
         """Sleep until busy_s is only the fraction SHARE of the elapsed time.
 
-        If training waits for the save, return at once.
+        While training waits for the save, return immediately.
         """
         self.hurry.wait(busy_s * (1 / SHARE - 1))
 
@@ -125,7 +125,7 @@ class Gather:
             yield name, snapshot.views[name].view(-1)[piece.start : piece.start + piece.length]
 
     def _pieces_of_rank(self, specs: Specs, rank: int) -> Iterator[tuple[str, Piece]]:
-        """Yield the name of each tensor in the file, with the piece of the tensor that the rank provides."""
+        """Yield the name of each tensor in the file and the piece that the rank provides."""
         for name, (_, shape) in specs.items():
             # Split `<parameter>/<state>`
             parameter = name if name in self.shapes else name.rpartition("/")[0]
@@ -142,7 +142,7 @@ class Gather:
         began_s = time.monotonic()
         try:
             operation(message, rank, group=self.group)
-        except RuntimeError as error:  # gloo's error message contains only source lines and addresses
+        except RuntimeError as error:  # gloo's message contains only source locations and addresses
             silent_s = time.monotonic() - began_s
             has_timed_out = "imed out" in str(error)
             if has_timed_out:

@@ -31,7 +31,7 @@ from onecurve.system.s3 import ObjectStore, StoreError, WrongSize
 from onecurve.system.threads import Heartbeat, lower_priority
 
 LOGS = ("recipe.json", "starts.jsonl", "metrics.jsonl", "confusion.json", "nvidia-smi-*.txt")
-# 140 MB per day on a host with 8 GPUs, so telemetry is uploaded only once, with the result
+# Telemetry is uploaded only once, with the result, because a host with 8 GPUs produces 140 MB per day
 TELEMETRY = "telemetry-*.jsonl"
 LOG_LIMIT_BYTES = 2**31
 
@@ -39,19 +39,19 @@ LOG_LIMIT_BYTES = 2**31
 class Mirror:
     """Uploader that sends one checkpoint at a time to S3 in the background.
 
-    The queue contains at most one checkpoint, which a newer checkpoint replaces. Training never waits for an
-    upload. A failed upload is reported, and retried with the next checkpoint, at the end of the run, and when
-    the same command is started again.
+    The queue contains at most one checkpoint, and a newer one replaces it. Training never waits for an
+    upload. A failed upload is reported. The mirror retries it with the next checkpoint, at the end of the
+    run, and when the same command is started again.
 
     Args:
         store: S3 prefix of the run.
         folder: Run folder on the local disk.
         keep_every: Interval in steps at which checkpoints are kept permanently. None keeps only the newest
             checkpoints and the best checkpoint.
-        lost: Function that returns an error message once another run owns the prefix, for example after this
-            machine was suspended, and None before. As soon as the function returns a message, the mirror
-            neither writes nor removes objects. A request that passed the check before a suspension is still
-            sent afterwards, but the new owner's next upload repairs the damage.
+        lost: Function that returns None until another run takes over the prefix, for example while this
+            machine is suspended, and an error message afterwards. Once the function returns an error message,
+            the mirror neither writes nor removes objects. A request that passed this check before a
+            suspension is still sent afterwards, but the new owner's next upload repairs any damage.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Mirror:
     ):
         self.store, self.folder, self.keep_every, self.lost = store, folder, keep_every, lost
         self.changed = threading.Condition()
-        self.waiting: tuple[int, int | None] | None = None  # step and best step of the queued checkpoint
+        self.waiting: tuple[int, int | None] | None = None  # queued checkpoint's step and best step
         self.sending: tuple[int, int | None] | None = None
         self.failed = False  # True if the last upload failed
         threading.Thread(target=self._upload_checkpoints, daemon=True).start()
@@ -75,7 +75,7 @@ class Mirror:
             self.changed.notify_all()
 
     def needs(self) -> set[int]:
-        """Return the steps of the checkpoints that queued and current uploads still need on disk."""
+        """Return the steps of the checkpoints that must stay on disk for queued and current uploads."""
         with self.changed:
             uploads = filter(None, (self.waiting, self.sending))
             return {step for upload in uploads for step in upload if step is not None}
@@ -89,9 +89,9 @@ class Mirror:
             return self.changed.wait_for(lambda: self.waiting is None and self.sending is None, timeout_s)
 
     def send_last_files(self, result: Mapping[str, Any]) -> None:
-        """Upload the files of a finished run.
+        """Upload a finished run's files.
 
-        result.json is uploaded last and marks the upload as complete.
+        Uploading result.json last marks the upload as complete.
         """
         self._check_owner()
         self._upload_run_files(*LOGS, TELEMETRY)
@@ -125,7 +125,7 @@ class Mirror:
                 self.changed.notify_all()
 
     def _upload(self, step: int, best: int | None) -> None:
-        """Upload the logs, the checkpoint, index.json, and the best checkpoint if it is missing in S3."""
+        """Upload the logs, the checkpoint, index.json and, if it is missing in S3, the best checkpoint."""
         self._check_owner()
         self._upload_run_files(*LOGS)  # the logs must never be older than a checkpoint
         stored_steps = committed(self.store)
@@ -154,7 +154,7 @@ class Mirror:
             raise StoreError(f"another run has written a checkpoint of step {step:,} to {self.store.url}")
 
     def _delete_old_checkpoints(self, kept_steps: set[int]) -> None:
-        """Delete each checkpoint whose step is not in `keep` and is earlier than the newest step in `keep`.
+        """Delete all checkpoints older than the newest step in `keep`, except those in `keep`.
 
         Manifests are deleted first, so that an interrupted removal leaves no checkpoint that looks committed.
         """
@@ -180,17 +180,16 @@ def fetch_newest(
     heartbeat: Heartbeat = lambda: None,
     lost: Callable[[], str | None] | None = None,
 ) -> int | None:
-    """Download the newest intact and committed checkpoint after step `newer_than` into the folder `parent`.
+    """Download the newest intact, committed checkpoint after step `newer_than` into the folder `parent`.
 
     Args:
         store: S3 prefix of a run.
         parent: Folder in which the checkpoint's folder is created.
-        newer_than: Only checkpoints of later steps are downloaded. A negative number includes all
-            checkpoints.
-        heartbeat: Function that is called about once per second.
-        lost: If this run owns the prefix, the argument `lost` of Mirror. With `lost`, the manifests of
-            damaged checkpoints are deleted, so that the run ignores the damaged checkpoints and can write the
-            same steps again. Without `lost`, the prefix is only read.
+        newer_than: Step after which checkpoints are considered. A negative number includes all checkpoints.
+        heartbeat: Function called about once per second.
+        lost: Mirror's `lost` argument if this run owns the prefix, or None. With `lost`, damaged checkpoints'
+            manifests are deleted, so that the run ignores these checkpoints and can write the same steps
+            again. Without `lost`, the function only reads from the prefix.
 
     Returns:
         The step of the downloaded checkpoint, or None if S3 contains no newer checkpoint.
@@ -227,7 +226,7 @@ def fetch_newest(
 
 
 def fetch(store: ObjectStore, step: int, parent: Path, heartbeat: Heartbeat) -> None:
-    """Download a checkpoint into a temporary folder in `parent`, verify the files, and rename the folder.
+    """Download a checkpoint into a temporary folder in `parent`, verify its files, and rename the folder.
 
     Raises:
         DamagedCheckpoint, WrongSize: If the checkpoint fails verification.
@@ -259,7 +258,7 @@ def fetch(store: ObjectStore, step: int, parent: Path, heartbeat: Heartbeat) -> 
 
 
 def read_manifest(store: ObjectStore, step: int) -> tuple[bytes, dict[str, Any]]:
-    """Return a checkpoint's manifest as raw bytes and as a parsed object.
+    """Return a checkpoint's manifest, both as raw bytes and parsed.
 
     Raises:
         DamagedCheckpoint: If the manifest is missing or invalid.
@@ -270,11 +269,11 @@ def read_manifest(store: ObjectStore, step: int) -> tuple[bytes, dict[str, Any]]
 
 
 def fetch_log(store: ObjectStore, folder: Path) -> None:
-    """Download a run's logs, so that the logs have no gap after the run resumes on a different machine.
+    """Download a run's logs, so that they have no gap after the run resumes on a different machine.
 
-    recipe.json is downloaded first, so that the folder is recognized as a run folder even if the download is
-    interrupted. A local file is kept if it begins with the content of the file in the bucket. Otherwise, the
-    file in the bucket replaces the local file.
+    recipe.json is downloaded first, so that the folder is recognized as a run folder even after an
+    interrupted download. A local file is kept if it begins with the content of the file in the bucket.
+    Otherwise, the bucket's file replaces it.
     """
     telemetry = [key for key in store.list("telemetry-") if fnmatch(key, TELEMETRY) and "/" not in key]
     for name in ("recipe.json", "starts.jsonl", "metrics.jsonl", "confusion.json", *telemetry):

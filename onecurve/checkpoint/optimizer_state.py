@@ -1,8 +1,8 @@
-"""Saves and restores the complete state of an optimizer.
+"""Saves and restores an optimizer's complete state.
 
 A checkpoint stores the optimizer's state in three files. `optimizer.safetensors` contains the tensors, named
-`<parameter>/<state>`. `state.json` contains the scalars and the settings that the optimizer changed in its
-parameter groups. `manifest.json` contains the optimizer's class and the names of its state.
+`<parameter>/<state>`. `state.json` contains the scalars and the parameter group settings that the optimizer
+changed. `manifest.json` contains the optimizer's class and its state names.
 """
 
 import math
@@ -24,13 +24,13 @@ Send = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
 
 
 class OptimizerState:
-    """Complete state of an optimizer, which this class saves and restores under any strategy.
+    """An optimizer's complete state, saved and restored under any strategy.
 
     The constructor is collective and must be called before the optimizer's first step.
 
     Args:
         layout: Layout of the model and the optimizer.
-        same_bits: Require that updates of shards are bitwise identical to updates of whole parameters.
+        same_bits: True to require that sharded and whole-parameter updates are bitwise identical.
 
     Raises:
         ValueError: If the optimizer's state can't be saved, or the strategy would change the optimizer's
@@ -47,9 +47,9 @@ class OptimizerState:
     # --- Save
 
     def expected(self) -> Specs:
-        """Return the dtype and shape of each state tensor that has its parameter's shape.
+        """Return the dtype and shape of each state tensor shaped like its parameter.
 
-        State tensors with a parameter's shape are known before the optimizer's first step.
+        State tensors shaped like their parameter are known before the optimizer's first step.
         """
         shapes = self.layout.shapes()
         return {
@@ -59,7 +59,7 @@ class OptimizerState:
         }
 
     def tensors(self) -> tuple[Specs, Iterator[tuple[str, Tensor]]]:
-        """Return the dtype and shape of every full state tensor, and an iterator of (name, this rank's part).
+        """Return each full state tensor's dtype and shape, and an iterator over (name, this rank's piece).
 
         This method is collective only if a DTensor's shape differs from its parameter's shape.
         """
@@ -88,7 +88,7 @@ class OptimizerState:
         )
 
     def scalars(self) -> OptimizerScalars:
-        """Return each parameter's scalars and the changed group settings, for state.json.
+        """Return each parameter's scalars and the changed parameter group settings, for state.json.
 
         This method is collective.
         """
@@ -117,7 +117,7 @@ class OptimizerState:
         Args:
             checkpoint: The verified checkpoint.
             state: Scalars from the checkpoint's state.json, as returned by TrainingState.scalars().
-            moved: Names of the parameters whose rows are in a different order in this run.
+            moved: Names of the parameters whose rows have a different order in this run.
         """
         folder, shapes = checkpoint.folder, self.layout.shapes()
         specs = TensorFile(folder / checkpoints.OPTIMIZER_FILE).specs()
@@ -206,7 +206,7 @@ class OptimizerState:
 
 
 def _place_like(value: Any, example: Any) -> Any:
-    """Return the value with the device or sharding of the example from the trial.
+    """Move the value to the device of the trial's example, or shard it like the example.
 
     Without an example, the value stays on the CPU.
     """

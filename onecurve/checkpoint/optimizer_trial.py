@@ -1,11 +1,10 @@
 """Runs trial steps of the script's optimizer on small tensors before training.
 
-The trial shows which state the optimizer keeps, and whether its update stays the same when a strategy shards
-parameters. ZeRO passes flat partitions to the optimizer, and FSDP2 passes shards. Sharding does not affect an
-elementwise update (AdamW, SGD, Lion). Sharding may change an update that depends on a parameter's shape or
-norm (Muon, Lamb, Adafactor). Therefore, the trial updates copies of small parameters, once whole and once
-sharded. The updates of whole and sharded parameters must match up to rounding errors, or bitwise with
---deterministic.
+The trial shows which state the optimizer keeps, and whether sharding the parameters changes its update. ZeRO
+passes flat partitions to the optimizer, and FSDP2 passes shards. Sharding does not affect an elementwise
+update (AdamW, SGD, Lion). Sharding may change an update that depends on a parameter's shape or norm (Muon,
+Lamb, Adafactor). Therefore, the trial updates small parameters twice, once whole and once sharded. The
+updates must match up to rounding errors, or bitwise with --deterministic.
 """
 
 import copy
@@ -21,32 +20,32 @@ from torch.optim import Optimizer
 from onecurve.checkpoint.format import can_store
 from onecurve.distributed.layout import Arrange, Layout, changed, group_values, owner, shaped
 
-LARGEST_EDGE = 128  # maximum size of each dimension of a small parameter
+LARGEST_EDGE = 128  # maximum dimension size of a small parameter
 STEPS = 3
 LEARNING_RATE = 0.01
-TOLERANCE = 1e-5  # maximum relative difference of updates, because sums over shards round differently
+TOLERANCE = 1e-5  # maximum relative difference between updates, because sums over shards round differently
 # Maximum dimension sizes and shard counts for the bitwise comparison. The scalar code for the last elements
-# of a tensor may round differently from vector instructions, so the comparison must run both kinds of code.
+# of a tensor may round differently from vector instructions, so the comparison must exercise both code paths.
 ODD_EDGES, CUTS = (101, 37), (2, 3, 8)
 
 Shape = tuple[int, ...]
-Groups = list[list[Tensor]]  # tensors of each parameter group
+Groups = list[list[Tensor]]  # each parameter group's tensors
 
 
 @dataclass
 class OptimizerTrial:
-    """Properties of an optimizer, determined by trial steps."""
+    """Optimizer properties determined by trial steps."""
 
     name: str  # class name, including the module
     # State of each parameter's small copy, by parameter name
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
-    # Settings that the optimizer changed in each parameter group
+    # Each parameter group's settings that the optimizer changed
     groups: list[dict[str, Any]] = field(default_factory=list)
-    # Dtypes of the state tensors that have their parameter's shape: parameter name -> state name -> dtype
+    # Dtypes of the state tensors shaped like their parameter: parameter name -> state name -> dtype
     shaped: dict[str, dict[str, torch.dtype]] = field(default_factory=dict)
 
     def state_names(self) -> list[str] | None:
-        """Return the names of all state, per parameter and per group, or None if no trial steps were run."""
+        """Return the names of all per-parameter and per-group state, or None if no trial steps were run."""
         if not self.states:
             return None
         return sorted({name for state in (*self.states.values(), *self.groups) for name in state})
@@ -57,7 +56,7 @@ def try_out(layout: Layout, same_bits: bool = False) -> OptimizerTrial:
 
     Args:
         layout: Layout of the model and the optimizer.
-        same_bits: Require that updates of shards are bitwise identical to updates of whole parameters.
+        same_bits: True to require that sharded and whole-parameter updates are bitwise identical.
 
     Raises:
         ValueError: If the optimizer's state can't be saved, or the strategy would change the optimizer's
@@ -70,7 +69,7 @@ def try_out(layout: Layout, same_bits: bool = False) -> OptimizerTrial:
         return _run_trial(layout, same_bits)
     except ValueError as error:
         problem = str(error)
-    except Exception as error:  # optimizers raise many types of exceptions for unsupported tensors
+    except Exception as error:  # optimizers raise many exception types for unsupported tensors
         problem = f"a trial step raised {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     name, advice, location = class_name(layout.inner), "Choose a different optimizer", ""
     if layout.parts:
@@ -96,7 +95,7 @@ def _run_trial(layout: Layout, same_bits: bool) -> OptimizerTrial:
     if layout.arrangements() and owner(layout.inner).state:
         raise ValueError("the optimizer creates state for whole parameters before its first step")
     small_shapes = {name: tuple(min(size, LARGEST_EDGE) for size in shape) for name, shape in shapes.items()}
-    # For each group, a parameter name for each distinct small shape
+    # For each group, one parameter name per distinct small shape
     examples = [{small_shapes[name]: name for name in group_names} for group_names in names]
     drawn_shapes, device = [list(group) for group in examples], layout.local[0].device
     initial_values, *gradients = _draw_tensors(drawn_shapes, 1 + STEPS, device)
@@ -128,12 +127,12 @@ def _run_trial(layout: Layout, same_bits: bool) -> OptimizerTrial:
 
 
 class _OptimizerCopy:
-    """Copy of the layout's optimizer, which updates small parameters.
+    """Copy of the layout's optimizer that updates small parameters.
 
     Args:
         layout: Layout of the model and the optimizer to copy.
-        values: Initial values of the whole small parameters in each group.
-        arrange: Function that maps a group of whole parameters to the tensors that this copy updates.
+        initial_values: Each group's initial values of the whole small parameters.
+        arrange: Function that maps a group's whole parameters to the tensors that this copy updates.
     """
 
     def __init__(self, layout: Layout, initial_values: Groups, arrange: Arrange):
@@ -146,7 +145,7 @@ class _OptimizerCopy:
             group |= {"params": parameters, "lr": LEARNING_RATE}
 
     def set_initial_state(self, parameter: nn.Parameter, state: dict[str, Any], shape: Shape) -> None:
-        """Set the small parameter's state to a slice of the whole parameter's initial state."""
+        """Set a small parameter's state to a slice of the original parameter's initial state."""
         if state:
             corner_slices = tuple(slice(size) for size in parameter.shape)
             initial_state = {
@@ -207,7 +206,7 @@ class _OptimizerCopy:
 def _check_updates(
     layout: Layout, initial_values: Groups, whole_copy: _OptimizerCopy, sharded_copies: list[_OptimizerCopy]
 ) -> None:
-    """Raise ValueError unless updates of shards match updates of whole parameters up to rounding errors."""
+    """Raise ValueError unless sharded and whole-parameter updates match up to rounding errors."""
     for group_index, group in enumerate(initial_values):
         if not group:
             continue
@@ -215,7 +214,7 @@ def _check_updates(
         expected = whole_copy.flat_parameters(group_index)
         padded = torch.cat([sharded_copy.flat_parameters(group_index) for sharded_copy in sharded_copies])
         sharded = padded[: len(expected)]
-        # The condition uses `not`, so that NaN also raises the error.
+        # With `not`, NaN also raises the error.
         if not (expected - sharded).abs().max() <= TOLERANCE * (expected - initial).abs().max():
             raise ValueError("the update of an element depends on the whole parameter")
     for sharded_copy in sharded_copies:
@@ -232,9 +231,9 @@ def _check_updates(
 
 
 def _check_bitwise(layout: Layout, shapes: list[list[Shape]]) -> None:
-    """Raise ValueError unless updates of shards are bitwise identical to updates of whole parameters.
+    """Raise ValueError unless sharded and whole-parameter updates are bitwise identical.
 
-    The shards have many different lengths.
+    The comparison covers many different shard lengths.
     """
     splits = [partial(_split_into_shards, count) for count in CUTS]
     arranges: list[Arrange] = [list, *layout.arrangements(), *splits]
@@ -262,14 +261,14 @@ def _check_bitwise(layout: Layout, shapes: list[list[Shape]]) -> None:
 
 
 def _split_into_shards(count: int, tensors: list[Tensor]) -> list[Tensor]:
-    """Split each tensor into the shards for `count` devices, and return all shards."""
+    """Split each tensor into shards for `count` devices, and return all shards."""
     return [shard for tensor in tensors for shard in (tensor.chunk(count) if tensor.ndim else [tensor])]
 
 
 def _check_flat(partition: _OptimizerCopy) -> None:
-    """Raise ValueError unless ZeRO can split every state tensor, except scalars.
+    """Raise ValueError unless ZeRO can split every non-scalar state tensor.
 
-    ZeRO can split a state tensor that contains one fp32 number per parameter element.
+    ZeRO can split a state tensor that contains one fp32 value per parameter element.
     """
     for group_index, group in enumerate(partition.parameters):
         for parameter, state in zip(group, partition.states(group_index), strict=True):
@@ -282,7 +281,7 @@ def _check_flat(partition: _OptimizerCopy) -> None:
 
 
 def _draw_tensors(shapes: list[list[Shape]], count: int, device: torch.device) -> list[Groups]:
-    """Return `count` sets of normally distributed tensors, which are identical on every rank."""
+    """Return `count` sets of normally distributed tensors, identical on every rank."""
     generator = torch.Generator().manual_seed(0)
     return [
         [[torch.randn(shape, generator=generator).to(device) for shape in group] for group in shapes]

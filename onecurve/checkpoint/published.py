@@ -1,4 +1,4 @@
-"""Downloads and describes timm models from the hub, using the config.json stored with the weights."""
+"""Downloads timm models from the Hugging Face Hub, and reads the config.json stored with their weights."""
 
 import dataclasses
 from collections import Counter
@@ -14,10 +14,10 @@ from onecurve.system.files import read_json
 from onecurve.system.text import printable
 
 CONFIG = "config.json"
-# Keys of the image preprocessing in timm's config.json
+# Image preprocessing keys in timm's config.json
 DATA_KEYS = ("input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std")
 EDGES = ("img_size", "patch_size")
-# Model arguments that train_vit.py's flags set, or that evaluations do not need
+# Model arguments set by train_vit.py's flags, or not needed for evaluation
 KNOWN_ARGUMENTS = {"in_chans", "num_classes", "global_pool", "img_size", "patch_size", "depth"}
 KNOWN_ARGUMENTS |= {"drop_rate", "drop_path_rate"}
 
@@ -31,7 +31,7 @@ class Published:
     data: dict[str, Any]  # values of DATA_KEYS in config.json
     arguments: dict[str, Any]  # model arguments in config.json
     label_names: list[str] | None = None
-    test_size: int | None = None  # second image size, for which the authors also report an accuracy
+    test_size: int | None = None  # second image size for which the authors also report an accuracy
     test_crop_pct: float | None = None  # crop_pct for the second image size
 
     @property
@@ -39,13 +39,13 @@ class Published:
         return _edge_length(self.data["input_size"])
 
     def preprocessing(self) -> dict[str, Any]:
-        """Return the record of the model's preprocessing, with timm's defaults for missing settings."""
+        """Return the model's preprocessing record, with timm's defaults for missing settings."""
         from timm.data import resolve_data_config
 
         return data_config(resolve_data_config(pretrained_cfg=self.data)).to_json()
 
     def note(self) -> str:
-        """Return a note about the second image size, or an empty string if the model has only one image size.
+        """Return a note about the second image size, or an empty string if the model has only one.
 
         timm's validate.py uses the second image size by default.
         """
@@ -56,7 +56,7 @@ class Published:
 
 
 def read_published(folder: Path) -> Published | None:
-    """Return the timm model described by the config.json in a folder, or None without such a description.
+    """Return the timm model that a folder's config.json describes, or None without such a description.
 
     Raises:
         ValueError: If config.json is damaged.
@@ -67,7 +67,7 @@ def read_published(folder: Path) -> Published | None:
     if not file.is_file():
         return None
     content = read_json(file)
-    config = content.get("pretrained_cfg", content)  # older files contain these settings at the top level
+    config = content.get("pretrained_cfg", content)  # older files store these settings at the top level
     if not timm.is_model(str(content.get("architecture"))):
         return None
     try:
@@ -96,7 +96,7 @@ def _published_from_config(content: dict[str, Any], config: dict[str, Any]) -> P
 
 
 def _edge_length(size: Any) -> int:
-    """Return the edge length of a square, which config.json specifies as a number or as a shape."""
+    """Return the edge length of a square image, given as a number or a shape in config.json."""
     return int(size[-1] if isinstance(size, (list, tuple)) else size)
 
 
@@ -104,17 +104,17 @@ def of_name(name: str) -> Published:
     """Return the description of the timm weights with this name.
 
     Raises:
-        ValueError: If timm does not know the model name or the tag.
+        ValueError: If timm does not recognize the model name or the weight tag.
     """
     config = dataclasses.asdict(registered(name))
     return _published_from_config({"architecture": name, "num_classes": config["num_classes"]}, config)
 
 
 def class_names(published: Published) -> list[tuple[str, ...]] | None:
-    """Return each class's names: the displayed name, followed by other names that data sets may use.
+    """Return each class's names: the displayed name, followed by alternative names used by data sets.
 
     The names come from config.json, or from timm's list of ImageNet synsets with the same number of classes.
-    The function returns None if neither source contains names.
+    If neither source contains class names, the function returns None.
     """
     from timm.data import ImageNetInfo, infer_imagenet_subset
 
@@ -133,7 +133,7 @@ def _synset_descriptions(info: Any) -> dict[str, str]:
 
 
 def _with_descriptions(synsets: list[str], descriptions: dict[str, str]) -> list[tuple[str, ...]]:
-    """Return each class's displayed name, synset, description, and the description's first name.
+    """Return each class's displayed name, synset, description, and first name in the description.
 
     If several classes share a description, their displayed names also include the synset.
     """
@@ -147,10 +147,10 @@ def _with_descriptions(synsets: list[str], descriptions: dict[str, str]) -> list
 
 
 def download(name: str) -> Path:
-    """Download config.json and the weights of a timm model from the hub, and return the folder.
+    """Download a timm model's config.json and weights from the Hugging Face Hub, and return the folder.
 
     Raises:
-        ValueError: If timm has no weights for the model, or the hub can't be reached.
+        ValueError: If timm has no weights for the model, or the Hub can't be reached.
     """
     from huggingface_hub import snapshot_download
 

@@ -21,15 +21,15 @@ if TYPE_CHECKING:  # imported at runtime only with --s3
     from onecurve.checkpoint.mirror import Mirror
 
 # Seconds to wait after a failed gather. If a rank died, onecurve/distributed/watch.py ends the job within
-# this time and reports the first cause.
+# this time and reports the original cause.
 FIRST_CAUSE_S = 3.0
 
 
 class Saver:
-    """Writer that saves one checkpoint at a time in the background.
+    """Saver that writes one checkpoint at a time in the background.
 
     All ranks call save(). Background threads gather the snapshots on the main process, which writes the
-    checkpoint. A held snapshot stays in memory until write_held() writes it or a new snapshot replaces it.
+    checkpoint. A held snapshot stays in memory until write_held() writes it or a newer snapshot replaces it.
 
     Args:
         training: Training state to save.
@@ -39,8 +39,8 @@ class Saver:
             checkpoints and the best checkpoint.
         mirror: Mirror that uploads the checkpoints, or None.
         committed: Step of the newest checkpoint on disk, or None.
-        lost: Function that returns an error message once another run owns the folder, and None before. As
-            soon as the function returns a message, the saver writes no more checkpoints.
+        lost: Function that returns None until another run takes over the folder, and an error message
+            afterwards. Once the function returns an error message, the saver writes no more checkpoints.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Saver:
         self.about, self.mirror = about, mirror
         self.thread = futures.ThreadPoolExecutor(1, initializer=lower_priority)
         self.running = [self.thread.submit(training.allocate, training.expected())]
-        self.gathered: int | None = None  # step of the most recent complete snapshots
+        self.gathered: int | None = None  # step of the latest complete snapshots
         self.held: tuple[int, dict[str, Snapshot], dict[str, Any], int | None] | None = None
         self.written_at = -math.inf  # time.monotonic() at the start of this process's last write
         self.committed, self.lost = committed, lost
@@ -66,14 +66,14 @@ class Saver:
     def save(self, step: int, state: dict[str, Any], best: int | None, hold: bool = False) -> None:
         """Take a snapshot and start writing the checkpoint. This method is collective.
 
-        The new snapshot replaces a held snapshot. After a failed save, this method still takes snapshots but
-        writes no checkpoints, because other ranks may not have noticed the failure yet.
+        The new snapshot replaces any held snapshot. After a failed save, this method still takes snapshots
+        but writes no checkpoints, because other ranks may not have noticed the failure yet.
 
         Args:
             step: Step of the checkpoint.
             state: Content of state.json.
             best: Step of the best checkpoint, which is never removed.
-            hold: True to hold the snapshot in memory instead of writing the checkpoint.
+            hold: True to hold the snapshot in memory instead of writing the checkpoint immediately.
         """
         self.wait()
         self.held = None
@@ -96,12 +96,12 @@ class Saver:
         return time.monotonic() - self.written_at
 
     def wait(self, heartbeat: Callable[[], None] = lambda: None) -> None:
-        """Wait until the current save is on disk or has failed. Call heartbeat() while waiting."""
+        """Wait until the current save is on disk or has failed, and call heartbeat() meanwhile."""
         while not self.done(0.2):
             heartbeat()
 
     def done(self, wait_s: float) -> bool:
-        """Wait up to wait_s seconds for the current save. Return True if no save is in progress."""
+        """Wait up to wait_s seconds for the current save. Return False if the save is still in progress."""
         self.training.gathering.hurry.set()
         if not futures.wait(self.running, wait_s).not_done:
             finished, self.running = self.running, []
@@ -126,7 +126,7 @@ class Saver:
             if self.gathered != step:
                 return
             for metrics in own_files(self.folder, "metrics.jsonl"):
-                sync(metrics)  # the log must never be older than the checkpoint
+                sync(metrics)  # the log on disk must never be older than the checkpoint
             if self.lost():
                 return
             if os.path.lexists(parent / step_name(step)):
@@ -152,7 +152,7 @@ class Saver:
             )
 
     def _record_failure(self, step: int, reason: str, advice: str) -> None:
-        """Record the first failure. `reason` completes the sentence "The checkpoint can't be ..."."""
+        """Record the first save failure. `reason` completes the sentence "The checkpoint can't be ..."."""
         latest = max(steps_in(self.folder / "checkpoints"), default=None) if self.folder else None
         earlier = (
             "There is no earlier checkpoint"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = 16 * 2**20  # number of bytes that are written and hashed at a time
+CHUNK_BYTES = 16 * 2**20  # number of bytes written and hashed at a time
 DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 DTYPE_NAMES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}
 DTYPE_NAMES |= {torch.uint8: "U8", torch.bool: "BOOL"}
@@ -28,9 +28,9 @@ class Snapshot:
     The buffer has the same layout as the file, so a write needs no further copy.
 
     Args:
-        specs: Dtype and shape of each tensor, by tensor name.
+        specs: Each tensor's dtype and shape, by tensor name.
         pinned: True to page-lock the buffer, which requires CUDA.
-        pause: Function that is called after each chunk of a write, with the chunk's CPU time in seconds.
+        pause: Function called after each chunk of a write, with the chunk's CPU time in seconds.
     """
 
     def __init__(self, specs: Specs, pinned: bool, pause: Callable[[float], None] = lambda _: None):
@@ -44,7 +44,7 @@ class Snapshot:
             weakref.finalize(self, _release_page_lock, self.buffer).atexit = False
         self.views: dict[str, Tensor] = {}
         header, start_byte = {}, 0
-        # Sorting the tensors by item size aligns each tensor to its item size.
+        # Sorting by item size aligns each tensor to its item size.
         by_size = sorted(specs, key=lambda name: -specs[name][0].itemsize)
         for name in by_size:
             dtype, shape = specs[name]
@@ -61,7 +61,7 @@ class Snapshot:
         self.header = len(header_json).to_bytes(8, "little") + header_json
 
     def write(self, path: Path) -> dict[str, Any]:
-        """Write the safetensors file and sync it to disk. Return the file's size in bytes and SHA-256."""
+        """Write the safetensors file and sync it to disk. Return the file's size in bytes and its SHA-256."""
         return write_chunks(path, self._chunks())
 
     def _chunks(self) -> Iterator[bytes | memoryview]:
@@ -74,7 +74,7 @@ class Snapshot:
 
 
 def _allocate_pages(size: int) -> Tensor:
-    """Allocate a uint8 tensor of `size` bytes in memory pages that contain no other data."""
+    """Allocate a uint8 tensor of `size` bytes in memory pages that contain nothing else."""
     pages = torch.empty(size + 2 * mmap.PAGESIZE, dtype=torch.uint8)
     start = -pages.data_ptr() % mmap.PAGESIZE
     return pages[start : start + size]

@@ -1,8 +1,8 @@
-"""Copies a run's tensors into snapshots, and copies tensors from a checkpoint to all ranks.
+"""Copies a run's tensors into snapshots, and a checkpoint's tensors to all ranks.
 
-take() copies each rank's part of the tensors into CPU memory. gather() sends all parts to the main process.
-Therefore, each rank needs additional CPU memory for its part, and the main process needs memory for the whole
-snapshot. restore() broadcasts one full tensor at a time.
+take() copies each rank's tensor pieces into CPU memory. gather() sends all pieces to the main process.
+Therefore, each rank needs additional CPU memory for its pieces, and the main process needs enough for the
+whole snapshot. restore() broadcasts one full tensor at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class TrainingState:
-    """Model, optimizer, EMA and loss scale of a run, which this class saves and restores.
+    """A run's model, optimizer, EMA and loss scale, saved and restored together.
 
     The constructor is collective and must be called before the model's first forward pass.
 
@@ -39,11 +39,12 @@ class TrainingState:
         model: The prepared model.
         optimizer: The prepared optimizer.
         ema: The EMA of the weights, or None.
-        classes: Names of the run's classes. Each row of a checkpoint's head is restored to the class with the
-            same name.
+        classes: The run's class names. Each row of a checkpoint's head is restored to the class with the same
+            name.
 
     Raises:
-        ValueError: If the optimizer's state can't be saved, or the strategy changes the optimizer's update.
+        ValueError: If the optimizer's state can't be saved, or the strategy would change the optimizer's
+            update.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class TrainingState:
     def expected(self) -> dict[str, Specs]:
         """Return the dtypes and shapes of all tensors, by file name.
 
-        Only the main thread may call this method, because the main thread may change modules at any time.
+        Only the main thread may call this method, because that thread may change modules at any time.
         """
         return self._specs_by_file(self.optimizer.expected())
 
@@ -78,7 +79,7 @@ class TrainingState:
         Any thread may call this method. The saver's thread calls this method first.
         """
         if self.accelerator.device.type == "cuda":  # a new thread uses the host's first GPU by default
-            # In a job with a single process, the device's index is None.
+            # In a single-process job, the device's index is None.
             torch.cuda.set_device(self.accelerator.device.index or 0)
         for file, specs in expected.items():
             self._snapshot_for(file, specs).buffer.zero_()
@@ -87,8 +88,8 @@ class TrainingState:
     def take(self) -> dict[str, Snapshot]:
         """Copy this rank's tensors into its snapshots, and return the snapshots by file name.
 
-        gather() completes the snapshots. On a GPU, the copies are queued before the kernels of the next step,
-        so call wait_until_copied() before reading the snapshots.
+        gather() completes the snapshots. On a GPU, the copies are queued before the next step's kernels, so
+        call wait_until_copied() before reading the snapshots.
         """
         layout = self.layout
         optimizer_specs, optimizer_tensors = self.optimizer.tensors()
@@ -125,7 +126,7 @@ class TrainingState:
             self.copied.synchronize()
 
     def is_copied(self) -> bool:
-        """Return True if take()'s copies are complete, without waiting. A device error results in False."""
+        """Return True, without waiting, if take()'s copies are complete. A device error results in False."""
         try:
             return self.copied is None or self.copied.query()
         except RuntimeError:
@@ -158,7 +159,7 @@ class TrainingState:
         return specs | ({checkpoints.EMA_FILE: model_specs} if self.ema else {})
 
     def _snapshot_for(self, file: str, specs: Specs) -> Snapshot:
-        """Return the snapshot for this rank's part of the file's tensors.
+        """Return the snapshot for this rank's pieces of the file's tensors.
 
         If dtypes or shapes have changed, this method creates a new snapshot.
         """
@@ -171,7 +172,7 @@ class TrainingState:
     # --- Restore
 
     def check(self, checkpoint: Checkpoint) -> None:
-        """Raise ValueError unless the checkpoint's classes, tensor names and shapes match this run."""
+        """Raise ValueError unless the checkpoint's class names, tensor names and shapes match this run's."""
         self.moved_rows(checkpoint)
         shapes, folder = self.gathering.shapes, checkpoint.folder
         buffers = {name: tuple(tensor.shape) for name, tensor in self.layout.buffers().items()}
@@ -183,10 +184,10 @@ class TrainingState:
             TensorFile(folder / checkpoints.EMA_FILE).expect(shapes | buffers)
 
     def match(self, checkpoint: Checkpoint) -> ClassMatch:
-        """Match this run's classes with the checkpoint's classes.
+        """Match this run's classes to the checkpoint's.
 
         Raises:
-            ValueError: If the run and the checkpoint do not have the same class names.
+            ValueError: If the run's class names differ from the checkpoint's.
         """
         names = checkpoint.manifest.get("classes") if self.classes else ()
         match = match_classes(names or self.classes, self.classes)
@@ -203,13 +204,13 @@ class TrainingState:
         return match
 
     def moved_rows(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
-        """Map each head parameter's name to the checkpoint's row for each class.
+        """Map each head parameter's name to the checkpoint's row index for each class.
 
-        If the classes have the same order in this run, the result is {}.
+        If the checkpoint and this run have the same class order, the result is {}.
         """
         if (match := self.match(checkpoint)).is_identity:
             return {}
-        from onecurve.models.timm_models import head_layers  # imported only if the order differs
+        from onecurve.models.timm_models import head_layers  # imported only if the class order differs
 
         heads, shapes = head_layers(self.layout.module), self.gathering.shapes
         names = [name for name in shapes if name.rpartition(".")[0] in heads]
@@ -224,13 +225,13 @@ class TrainingState:
     def restore(
         self, checkpoint: Checkpoint | None, state: dict[str, Any], with_optimizer: bool = True
     ) -> None:
-        """Restore the tensors and scalars of a checkpoint. This method is collective.
+        """Restore a checkpoint's tensors and scalars. This method is collective.
 
         Args:
             checkpoint: The checkpoint on the main process, or None on other ranks. The main process
                 broadcasts the tensors.
             state: Scalars saved with the checkpoint, as returned by scalars().
-            with_optimizer: True to restore the optimizer's state. Otherwise, the optimizer starts without
+            with_optimizer: True to restore the optimizer's state. If False, the optimizer starts without
                 state.
         """
         if with_optimizer:
@@ -255,7 +256,7 @@ class TrainingState:
         self._restore_model(checkpoint, checkpoints.EMA_FILE if self.ema else checkpoints.MODEL_FILE)
 
     def _restore_model(self, checkpoint: Checkpoint | None, file: str) -> None:
-        """Restore the model's parameters from the given file, and buffers from the raw weights' file."""
+        """Restore the model's parameters from the given file, and its buffers from the raw weights' file."""
         layout, (send, _) = self.layout, self._make_sender(checkpoint, checkpoints.MODEL_FILE)
         for name, buffer in layout.buffers().items():
             buffer.copy_(send(name, buffer.shape, _stored_dtype(buffer.dtype)))
@@ -266,11 +267,10 @@ class TrainingState:
     def _make_sender(
         self, checkpoint: Checkpoint | None, file_name: str
     ) -> tuple[Callable[..., Tensor], Specs | None]:
-        """Return send() and, on the main process, the dtypes and shapes of the tensors in the file.
+        """Return send() and, on the main process, the dtypes and shapes of the file's tensors.
 
         send(name, shape, dtype) broadcasts a tensor from the main process to each device. By default, send()
-        uses the parameter's shape and fp32. send() reorders the rows of the head to match the order of this
-        run's classes.
+        uses the parameter's shape and fp32. send() reorders the head's rows to match this run's class order.
         """
         shapes, device = self.gathering.shapes, self.accelerator.device
         tensor_file = TensorFile(checkpoint.folder / file_name) if checkpoint else None
@@ -306,7 +306,7 @@ class TrainingState:
     def _set_loss_scale(self, saved: dict[str, float] | None) -> None:
         """Restore the loss scale, which may have been saved under a different strategy.
 
-        Only the growth rate of the loss scale depends on the strategy.
+        Only the loss scale's growth rate depends on the strategy.
         """
         if saved is None:
             return

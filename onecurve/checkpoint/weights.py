@@ -1,4 +1,4 @@
-"""Loads weights of trained models from runs, checkpoints, files and the hub, for use or fine-tuning.
+"""Loads trained weights from runs, checkpoints, files and the Hugging Face Hub, for use or fine-tuning.
 
 timm's loader adapts the weights to the model. The loader resamples the position embeddings if the number of
 patches differs, and the patch embedding if the patch size differs.
@@ -61,40 +61,40 @@ from onecurve.system.threads import Heartbeat
 if TYPE_CHECKING:  # imported lazily at runtime
     from onecurve.system.s3 import ObjectStore
 
-# Python code of a command that converts a pickle file to safetensors. Only the user runs this command. timm
-# prefers averaged weights in a checkpoint, and allows torch to load only tensors.
+# Python code of a command that converts a pickle file to safetensors. Only the user runs this command, never
+# onecurve. timm prefers averaged weights in a checkpoint, and allows torch to load only tensors.
 CONVERT = (
     "import sys; from timm.models import load_state_dict as load; from safetensors.torch import save_file;"
     " save_file({n: t.clone().contiguous() for n, t in load(sys.argv[1]).items()}, sys.argv[2])"
 )
-# Prefixes of tensor names under torch.compile, DDP and Lightning
+# Tensor name prefixes added by torch.compile, DDP and Lightning
 WRAPPERS = ("_orig_mod.", "module.", "model.")
-TRAINED_BY = "trained_by"  # key in the config.json of a folder written by export.py
-PICKLES = (b"PK", b"\x80")  # first bytes of files in torch's new and old formats
-# Weight files that find() has opened and nobody has loaded yet, by path
+TRAINED_BY = "trained_by"  # key in config.json files written by export.py
+PICKLES = (b"PK", b"\x80")  # first bytes of files in torch's new and old pickle formats
+# Weight files opened by find() and not loaded yet, by path
 _open_files: dict[str, TensorFile] = {}
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """Model weights on the local disk, with facts from the checkpoint's manifest.
+    """Model weights on the local disk, with metadata from the checkpoint's manifest.
 
     For a weight file without a manifest, only the first three fields and possibly `classes` are set.
     """
 
     weights: str  # path of the weight file on the local disk
-    name: str  # displayed name of the model
+    name: str  # the model's displayed name
     reports: str  # folder for reports about the model
     step: int | None = None
-    script: str | None = None  # name of the train script
+    script: str | None = None  # the train script's name
     recipe: dict[str, Any] | None = None
     classes: list[str] | None = None
     accuracy: float | None = None  # accuracy of these weights in the last evaluation during training
     cropped: bool | None = None  # True if evaluations cropped the images; None if unknown
     # Record of a DataConfig, or None if an earlier version wrote the checkpoint
     preprocessing: dict[str, Any] | None = None
-    names: list[list[str]] | None = None  # all names of each class, if data sets use several names
-    published: int = 0  # number of classes if timm published the weights; otherwise 0
+    names: list[list[str]] | None = None  # all names of each class, if data sets use different names
+    published: int = 0  # number of classes in weights published by timm; 0 for other weights
     note: str = ""  # note for users about the model
 
     @property
@@ -105,17 +105,17 @@ class TrainedModel:
 
 
 def find(location: str, which: str, scratch: Path, heartbeat: Heartbeat) -> TrainedModel:
-    """Find the model at a location. If a checkpoint contains averaged weights, these weights are preferred.
+    """Find the model at a location. Averaged weights are preferred if the checkpoint contains them.
 
-    A run in progress may replace its checkpoint during the search. In this case, the search starts again. The
-    weight file stays open until load_trained() reads the weights.
+    If a run in progress replaces its checkpoint during the search, the search starts again. The weight file
+    stays open until load_trained() reads the weights.
 
     Args:
         location: Run folder, s3:// prefix of a run, checkpoint folder, folder written by export.py, or
             .safetensors file.
         which: Checkpoint to select from a run, either `best` or `latest`.
         scratch: Folder for downloads.
-        heartbeat: Function that is called about once per second.
+        heartbeat: Function called about once per second.
 
     Raises:
         ValueError: If the location does not contain a model, or if the model's checkpoint fails verification.
@@ -155,7 +155,7 @@ def _find_once(location: str, which: str, scratch: Path, heartbeat: Heartbeat) -
 
 
 def _locate(path: Path, which: str, heartbeat: Heartbeat) -> tuple[Path, Checkpoint | None]:
-    """Return the weight file at a local path, and the file's verified checkpoint or None.
+    """Return the weight file at a local path, and the verified checkpoint that contains it, or None.
 
     Args:
         which: Checkpoint to select from a run. `any` selects the best checkpoint, or the newest intact
@@ -196,10 +196,10 @@ def _exported_model(folder: Path) -> TrainedModel:
 
 
 def _class_names(file: Path) -> list[str] | list[tuple[str, ...]] | None:
-    """Return a weight file's class names, from the config.json in the same folder.
+    """Return a weight file's class names from the config.json in the same folder.
 
-    export.py and timm write class names into config.json. If a timm model has no class names, the function
-    returns ImageNet's class names.
+    export.py and timm write class names into config.json. For a timm model without class names, the function
+    returns ImageNet's.
     """
     with contextlib.suppress(OSError, ValueError):
         if published := read_published(file.parent):
@@ -211,7 +211,7 @@ def _class_names(file: Path) -> list[str] | list[tuple[str, ...]] | None:
 
 
 def _hub_model(folder: Path) -> TrainedModel | None:
-    """Return the timm model in a folder with the hub's layout, or None for a train script's own model."""
+    """Return the timm model in a folder with the Hub's layout, or None for a train script's own model."""
     published = read_published(folder)
     if published is None or TRAINED_BY in read_json(folder / CONFIG):
         return None
@@ -259,11 +259,11 @@ def _describe_published(trained: TrainedModel, published: Published) -> TrainedM
 def open_script(
     trained: TrainedModel, file: str | None, words: list[str]
 ) -> tuple[ModuleType, ImageRecipe, Path]:
-    """Return the train script's module, the model's recipe with the flags' changes, and the script's file.
+    """Return the train script's module, the model's recipe as changed by the flags, and the script's file.
 
     Args:
         trained: The trained model.
-        file: The script's file. The default is the project's script that the manifest names.
+        file: The script's file. The default is the project's script named in the manifest.
         words: Command-line flags that change the recipe.
 
     Raises:
@@ -287,7 +287,7 @@ def open_script(
 
 
 def load_trained(model: nn.Module, file: Path) -> None:
-    """Copy weights from a file into a model. Raise ValueError if names or shapes of tensors differ."""
+    """Copy weights from a file into a model. Raise ValueError if tensor names or shapes differ."""
     tensor_file, model_state = _open_files.pop(str(file), None) or TensorFile(file), model.state_dict()
     tensor_file.expect({name: tuple(tensor.shape) for name, tensor in model_state.items()})
     model.load_state_dict({name: tensor_file.tensor(name) for name in model_state})
@@ -307,7 +307,7 @@ def load_weights(model: nn.Module, trained: TrainedModel, script: ModuleType, re
             f" {classes:,} classes"
         )
     else:
-        # Let timm's loader read the file, because the loader may rename or resample tensors.
+        # Let timm's loader read the file, because it may rename or resample tensors.
         del _open_files[trained.weights]
         recipe = dataclasses.replace(recipe, weights=trained.weights)
         model.load_state_dict(script.build_model(recipe, trained.published).state_dict())
@@ -341,7 +341,7 @@ def _checkpoint_of_run(folder: Path, which: str, heartbeat: Heartbeat) -> Checkp
 
 
 def _preferred_file(checkpoint: Checkpoint) -> str:
-    """Return the file with the averaged weights, or with the raw weights if the checkpoint has no EMA."""
+    """Return the file with the averaged weights, or the file with the raw weights if there is no EMA."""
     return EMA_FILE if EMA_FILE in checkpoint.manifest["files"] else MODEL_FILE
 
 
@@ -377,7 +377,7 @@ def _download_checkpoint(store: "ObjectStore", which: str, scratch: Path, heartb
 
 
 def _model_in_checkpoint(checkpoint: Checkpoint, reports: Path, name: str, file: str) -> TrainedModel:
-    """Return the model in a verified checkpoint. `file` is the name of the weight file."""
+    """Return the model in a verified checkpoint. `file` is the weight file's name."""
     manifest = checkpoint.manifest
     if file not in (EMA_FILE, MODEL_FILE) or file not in manifest["files"]:
         raise ValueError(f"{name}/{file} does not contain a model. Pass {name}/{MODEL_FILE} instead.")
@@ -390,7 +390,7 @@ def _model_in_checkpoint(checkpoint: Checkpoint, reports: Path, name: str, file:
         )
     weights, accuracy = str(checkpoint.folder / file), None
     metric = "raw_accuracy" if EMA_FILE in manifest["files"] and file == MODEL_FILE else "accuracy"
-    # Not every state.json was written by a run
+    # state.json may not have been written by a run
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         state = read_json(checkpoint.folder / STATE_FILE)
         accuracy = float(state["last"][metric]) if state["evaluated"] else None
@@ -403,10 +403,10 @@ def _model_in_checkpoint(checkpoint: Checkpoint, reports: Path, name: str, file:
 
 
 def pretrained_model(name: str, classes: int, **options: Any) -> nn.Module:
-    """Build the model with weights from the hub. A different number of classes results in a new head.
+    """Build the model with Hugging Face Hub weights. A different number of classes requires a new head.
 
     Raises:
-        ValueError: If timm has no weights for the model, or the hub can't be reached.
+        ValueError: If timm has no weights for the model, or the Hub can't be reached.
     """
     import timm
 
@@ -432,15 +432,15 @@ def pretrained_model(name: str, classes: int, **options: Any) -> nn.Module:
 def model_with_weights(
     name: str, location: Path, classes: int, names: Sequence[str] = (), **options: Any
 ) -> nn.Module:
-    """Build the model with saved weights. The head keeps the rows of all classes that occur in the file.
+    """Build the model with saved weights. The head keeps the rows of all classes in the file.
 
     Args:
         name: timm model name.
         location: Safetensors file, checkpoint folder or run folder. A run folder selects the best checkpoint.
-            A checkpoint folder selects the EMA if the checkpoint contains an EMA.
+            A checkpoint folder selects the EMA if the checkpoint contains one.
         classes: Number of classes.
-        names: Names of the classes. If these names or the names in the file are unknown, the head is kept if
-            the numbers of classes are equal.
+        names: Class names. If these names or the file's class names are unknown, the head is kept only if
+            both have the same number of classes.
         options: Keyword arguments of the model's constructor.
 
     Raises:
@@ -476,11 +476,11 @@ def model_with_weights(
             f"--weights {file} does not match --model {name}: {first_problem}. Set --model to the"
             f" architecture of the weights{stored_model}."
         ) from None
-    del model.pretrained_cfg["state_dict"]  # free the weights, which timm would keep
+    del model.pretrained_cfg["state_dict"]  # free the weights, because timm would keep a reference
     notes = [f"the prefix {wrapper} is removed from all tensor names"] if wrapper else []
     notes += _resampling_notes(model, tensors)
     stored_classes = trained.manifest.get("classes") if trained else _class_names(file)
-    rows = None  # for each class, the row of the stored head
+    rows = None  # row index in the stored head for each class
     if names and stored_classes and len(stored_classes) == stored_count:
         match = match_classes(stored_classes, names)
         rows = None if match.is_identity else match.labels
@@ -512,7 +512,7 @@ def _choose_rows(model: Any, heads: Sequence[str], rows: np.ndarray) -> None:
     Args:
         model: The timm model.
         heads: Names of the head's layers.
-        rows: For each class, the row of the current head, or NEW for a new row (int64 [classes]).
+        rows: Row index in the current head for each class, or NEW for a new row (int64 [classes]).
     """
     from timm.models.vision_transformer import init_weights_vit_timm
 
@@ -527,14 +527,14 @@ def _choose_rows(model: Any, heads: Sequence[str], rows: np.ndarray) -> None:
 
 
 def _resampling_notes(model: nn.Module, tensors: dict[str, torch.Tensor]) -> list[str]:
-    """Return a note that lists the tensors that timm resamples, for example position embeddings."""
+    """Return a note that lists the tensors resampled by timm, for example position embeddings."""
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items() if "embed" in name}
     names = [name for name, shape in shapes.items() if name in tensors and tensors[name].shape != shape]
     return [f"timm resamples {', '.join(names)} to match this model's size"] if names else []
 
 
 def own_image_size(name: str, location: str | None) -> int:
-    """Return the image size from the config.json next to the weights, or from timm's configuration."""
+    """Return the image size from the weights' config.json, or from timm's configuration."""
     published = read_published(Path(location)) if location else None
     return published.image_size if published else registered(name).input_size[-1]
 

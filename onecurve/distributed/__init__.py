@@ -1,4 +1,4 @@
-"""Processes of a job: start-up, Accelerator, agreement between ranks, and tensor layouts.
+"""A job's processes: startup, Accelerator, agreement between ranks, and tensor layouts.
 
-Start reading with accelerator.py. process.py contains the entry point of a train script.
+Start reading with accelerator.py. process.py contains the train scripts' entry point.
 """

@@ -83,8 +83,8 @@ if TYPE_CHECKING:
 class Launch(NamedTuple):
     """Settings that a process determines before it joins the process group.
 
-    `deepspeed` is the content of the DeepSpeed JSON file, or None. `is_rehearsal` is True if CPU processes
-    stand in for GPUs.
+    `deepspeed` is the DeepSpeed JSON file's content, or None. `is_rehearsal` is True if CPU processes stand
+    in for GPUs.
     """
 
     batch: Batch
@@ -93,15 +93,15 @@ class Launch(NamedTuple):
 
 
 def start(job: Job, clip_norm: float = 0.0) -> tuple[JobAccelerator, Batch]:
-    """Start this process of the job, and return the Accelerator and the batch arithmetic.
+    """Start the job in this process, and return the Accelerator and the batch arithmetic.
 
     Args:
         job: The job's flags.
         clip_norm: Maximum gradient norm for DeepSpeed's engine. 0 disables clipping.
 
     Raises:
-        ValueError: If the launcher's config contains an unsupported answer, the batch does not divide among
-            the processes, the host has too few GPUs, or the processes' settings differ.
+        ValueError: If the launcher's config contains an unsupported answer, the processes can't divide the
+            batch evenly, the host has too few GPUs, or the processes' settings differ.
     """
     launch = _read_launcher(job)
     check_devices()
@@ -128,17 +128,17 @@ def _read_launcher(job: Job) -> Launch:
 
 
 def _set_environment(job: Job, launch: Launch) -> tuple["Compilation", list[str]]:
-    """Configure torch, Accelerate and DeepSpeed before DeepSpeed is imported and the process group exists.
+    """Configure torch, Accelerate and DeepSpeed before importing DeepSpeed and creating the process group.
 
     Returns:
-        The compilation settings, and remarks about launcher settings that have no effect.
+        The compilation settings, and remarks about ineffective launcher settings.
     """
     from onecurve.distributed.blocks import chosen_compilation
     from onecurve.distributed.step_graph import keep_segments_out_of_nccl
 
     choose_algorithms(job.deterministic)
     if not torch.cuda.is_available():
-        os.environ["DS_ACCELERATOR"] = "cpu"  # read while Accelerate imports DeepSpeed
+        os.environ["DS_ACCELERATOR"] = "cpu"  # Accelerate reads this variable while it imports DeepSpeed
     if job.deepspeed_config:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     accelerate_.cache_package_lookups()
@@ -156,7 +156,7 @@ def _set_environment(job: Job, launch: Launch) -> tuple["Compilation", list[str]
 
 
 def _join_group(job: Job, launch: Launch, clip_norm: float, compilation: "Compilation") -> JobAccelerator:
-    """Join the process group, and choose the settings that depend on the device or the strategy."""
+    """Join the process group, and choose the settings that depend on the device or strategy."""
     from onecurve.distributed.step_graph import chosen_step_graph
     from onecurve.models.attention import has_kernel
 
@@ -200,7 +200,7 @@ def _refuse_for_strategy(accelerator: JobAccelerator) -> None:
 
 
 def _agree_on_start(job: Job, launch: Launch, accelerator: JobAccelerator, remarks: list[str]) -> None:
-    """Check that all ranks chose the same settings, and print these settings."""
+    """Check that all ranks chose the same settings, and print them."""
     from onecurve.models.attention import kernel_version
 
     batch, compilation = launch.batch, accelerator.compilation
@@ -227,7 +227,7 @@ def _agree_on_start(job: Job, launch: Launch, accelerator: JobAccelerator, remar
 
 
 def _less_common_settings(accelerator: JobAccelerator, batch: Batch) -> str:
-    """Return the last part of the startup line, which lists the less common settings."""
+    """Return the end of the startup line, with the less common settings."""
     description = f", compiled ({accelerator.compilation})" if accelerator.compilation else ""
     description += ", half-precision weights" if accelerator.precision.half_precision == "weights" else ""
     description += ", activation checkpointing" if accelerator.grad_checkpointing else ""
@@ -242,12 +242,12 @@ def _less_common_settings(accelerator: JobAccelerator, batch: Batch) -> str:
 def make_accelerator(
     job: Job, batch: Batch, deepspeed: dict[str, Any] | None, clip_norm: float
 ) -> JobAccelerator:
-    """Return the Accelerator for the launcher's environment and the job's flags, without compilation.
+    """Return the Accelerator for the launcher's environment and the job's flags, with compilation disabled.
 
     Args:
         job: The job's flags.
         batch: The batch arithmetic.
-        deepspeed: Content of the DeepSpeed JSON file, as returned by check_launch_config(), or None.
+        deepspeed: The DeepSpeed JSON file's content, as returned by check_launch_config(), or None.
         clip_norm: Maximum gradient norm for DeepSpeed's engine. 0 disables clipping.
     """
     accelerate_.print_where(is_hosts_first)
@@ -262,7 +262,7 @@ def make_accelerator(
         ),
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timedelta(seconds=job.timeout_s)),
-            # Make gradients views of DDP's buckets, which avoids a copy of the gradients.
+            # Make gradients views of DDP's buckets, to avoid copying the gradients.
             DistributedDataParallelKwargs(
                 gradient_as_bucket_view=True, comm_hook=DDPCommunicationHookType(job.grad_compression)
             ),
@@ -299,8 +299,8 @@ def prepare(
     """Share rank 0's initial weights, and wrap the model and the optimizer like accelerator.prepare.
 
     The model's `_no_split_modules` lists the block classes that FSDP2 wraps individually. Activation
-    checkpointing uses the same blocks. Compilation also uses the same blocks, unless the whole model is
-    compiled as one graph. BatchNorm layers use the running statistics of onecurve.numerics.batch_norm.
+    checkpointing uses the same blocks, and so does compilation unless the whole model is compiled as one
+    graph. BatchNorm layers use the running statistics of onecurve.numerics.batch_norm.
     """
     share_initial_weights(accelerator, model)
     wrapped = wrap(accelerator, model, optimizer)
@@ -324,9 +324,9 @@ def _wrap(
     """Wrap the model and the optimizer in three stages.
 
     First, this function changes modules (memory layout, BatchNorm, compiled blocks, activation checkpointing,
-    autocast), because the strategy wraps the modules in their current state. Next, the strategy wraps the
-    model. Last, the function sets up exact sums, running statistics, hooks and checks, which need the wrapped
-    model.
+    autocast), because the strategy wraps the modules as they are. Next, the strategy wraps the model. Last,
+    the function sets up everything that needs the wrapped model: exact sums, running statistics, hooks and
+    checks.
     """
     from onecurve.distributed.blocks import blocks_of, checkpoint_activations, compile_blocks
     from onecurve.models.attention import kernel_failure, prefer_cudnn, use_kernel
@@ -346,7 +346,7 @@ def _wrap(
     if not accelerator.deterministic:
         prefer_cudnn(model, accelerator.device)
     # FSDP2 and ZeRO flatten parameters and thereby lose the channels_last format. With --deterministic, every
-    # strategy uses FSDP2's memory format, because a convolution's order of additions depends on the format.
+    # strategy uses FSDP2's memory format, because the order of additions in a convolution depends on it.
     if strategy(accelerator) in ("single", "ddp") and not accelerator.deterministic:
         model = model.to(memory_format=torch.channels_last)
     statistics = RunningStatistics(model)
@@ -358,7 +358,7 @@ def _wrap(
         )
     if accelerator.compilation:
         is_whole = strategy(accelerator) in ("single", "ddp") and not accelerator.grad_checkpointing
-        is_whole &= not accelerator.deterministic  # results must match FSDP2, which compiles block by block
+        is_whole &= not accelerator.deterministic  # results must match FSDP2's block-by-block compilation
         compile_blocks(model, accelerator.compilation, is_whole, accelerator.gradient_accumulation_steps)
     if accelerator.grad_checkpointing:
         checkpoint_activations(model)
@@ -378,7 +378,7 @@ def _wrap(
         prepared, prepared_optimizer = accelerator.prepare(model, optimizer)
     if is_exact:
         keep_strides(prepared)
-        # Several gradients per parameter and step
+        # Several gradients per parameter in each step
         if accelerator.gradient_accumulation_steps * accelerator.num_processes > 1:
             accelerator.exact_sum = ExactSum(accelerator, prepared)
     statistics.follow(accelerator, plain_module(prepared))
@@ -400,7 +400,7 @@ def _wrap(
 def _fill_deepspeed_config(config: dict[str, Any], batch: Batch, clip_norm: float) -> None:
     """Write the recipe's settings into DeepSpeed's config, so that all strategies use the same settings.
 
-    Without a value in the config, DeepSpeed would clip gradients at norm 1.0.
+    If the config does not set a clipping norm, DeepSpeed would clip gradients at norm 1.0.
     """
     recipe_values = {
         "train_batch_size": batch.total,
@@ -420,13 +420,12 @@ def _fill_deepspeed_config(config: dict[str, Any], batch: Batch, clip_norm: floa
         if rank() == 0:
             log.info(remark)
     deepspeed_.hide_untested_optimizers()
-    # With offload, Accelerate would replace the script's optimizer with DeepSpeed's Adam, and compile
-    # DeepSpeed's Adam.
+    # With offload, Accelerate would replace the script's optimizer with DeepSpeed's Adam and compile it.
     config.setdefault("zero_force_ds_cpu_optimizer", False)
 
 
 def _code_hash() -> str:
-    """Return a hash of the running script and onecurve/, which reveals hosts with outdated code."""
+    """Return a hash of the running script and onecurve/, to detect hosts with outdated code."""
     script_file, *package_files = Path(sys.argv[0]).resolve(), *sorted((ROOT / "onecurve").rglob("*.py"))
     digest = hashlib.sha256(script_file.name.encode() + script_file.read_bytes())
     for file in package_files:

@@ -1,4 +1,4 @@
-"""Checks that a job's processes agree, and runs work in one process on behalf of all processes."""
+"""Checks that a job's processes agree, and runs work once on behalf of all of them."""
 
 import json
 import socket
@@ -25,11 +25,11 @@ def agree(accelerator: Accelerator, facts: dict[str, Any]) -> None:
 
     Args:
         accelerator: The started Accelerator.
-        facts: JSON-serialisable values, by name.
+        facts: JSON-serialisable values to compare, by name.
 
     Raises:
-        ValueError: If a fact differs between processes. Every process raises the error, which lists the ranks
-            and their values.
+        ValueError: If a fact differs between processes. Every process raises the error, and its message lists
+            the deviating ranks and their values.
     """
     local_facts = {name: json.dumps(value, sort_keys=True, default=str) for name, value in facts.items()}
     gathered = gather_object([(socket.gethostname(), local_facts)])
@@ -47,7 +47,7 @@ def agree(accelerator: Accelerator, facts: dict[str, Any]) -> None:
 
 
 def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int, *, per_host: bool = False) -> Any:
-    """Run work(heartbeat) in one process, and return the JSON result in all processes.
+    """Run work(heartbeat) in one process, and return its JSON result in all processes.
 
     No process waits in a collective, so the work may take hours. If the work raises ValueError or OSError,
     all processes raise ValueError with the same message. If any process receives a signal, the work stops and
@@ -59,15 +59,14 @@ def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int, *, pe
         once/<topic>/heartbeats  counter that every worker increments
         once/<topic>/stop        key that a process sets after a signal, and that workers poll
 
-    Every process reads the outcomes of all workers, so either all processes return or all raise the same
-    error.
+    Every process reads all workers' outcomes, so either all processes return or all raise the same error.
 
     Args:
         accelerator: The started Accelerator.
         topic: Unique name of this call, for example `data`.
         work: Function that calls heartbeat() regularly.
         timeout_s: Number of seconds without a heartbeat after which the job ends.
-        per_host: Run the work in one process on each host instead of only in the main process.
+        per_host: True to run the work in one process per host instead of only in the main process.
     """
     if accelerator.num_processes == 1:
         return work(_raise_if_stopping)
@@ -94,7 +93,7 @@ def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int, *, pe
             if channel.gone:
                 raise channel.gone
             if watch.wanted():
-                # The processes still wait for the outcomes of all workers
+                # The processes still wait for all workers' outcomes
                 channel.post(f"{key_prefix}/stop", True)
                 stopped_at = stopped_at or time.monotonic()
                 if time.monotonic() - stopped_at > UNANSWERED_S:
@@ -143,7 +142,7 @@ def _raise_if_stopping() -> None:
 
 
 def _difference(value_json: str | None, other_json: str | None) -> str:
-    """Return the first JSON value as text. For two JSON objects, include only the entries that differ."""
+    """Return the first JSON value as text. If both values are objects, include only entries that differ."""
     value, other = json.loads(value_json or "null"), json.loads(other_json or "null")
     if isinstance(value, dict) and isinstance(other, dict):
         return ", ".join(f"{key}={entry}" for key, entry in value.items() if other.get(key) != entry)

@@ -1,17 +1,17 @@
 """Compiles models (--compile) and adds activation checkpointing (--grad_checkpointing), block by block.
 
-The `dynamo_config` of an accelerate config also enables compilation. In a single process or under DDP, a CNN
-is compiled as a whole, with one training graph and one evaluation graph for each image size. Under DDP, torch
-splits the graph at bucket boundaries, so that the gradient exchange overlaps with the backward pass. With
-other strategies, with --deterministic and for timm's models, each block is compiled separately, and identical
-blocks share graphs. A ViT with any number of blocks needs two graphs for training and two for evaluation: one
-for the first block, which has no drop path, and one for all other blocks. On an H200, ResNet-18 trains at
-83,289 images/s as one graph and at 63,042 images/s in eager mode (docs/gpu.md).
+An accelerate config's `dynamo_config` also enables compilation. In a single process or under DDP, a CNN is
+compiled as a whole, with one training graph and one evaluation graph per image size. Under DDP, torch splits
+the graph at bucket boundaries, so that the gradient exchange overlaps with the backward pass. With other
+strategies, with --deterministic and for timm's models, each block is compiled separately, and identical
+blocks share graphs. Regardless of its number of blocks, a ViT needs two graphs for training and two for
+evaluation: one for the first block, which has no drop path, and one for all other blocks. On an H200,
+ResNet-18 trains at 83,289 images/s as one graph and at 63,042 images/s in eager mode (docs/gpu.md).
 
-Activation checkpointing does not store a block's activations. The backward pass recomputes the activations
-with the same random numbers. For a ViT-B/32 with 32 images of 224x224 pixels, activations occupy 66 MiB
-instead of 911 MiB between the forward and the backward pass (fp32, measured on a CPU). At batch size 512 on
-an H200, peak memory is 3.69 GiB instead of 10.48 GiB (bf16).
+With activation checkpointing, a block's activations are not stored. The backward pass recomputes them with
+the same random numbers. For a ViT-B/32 with 32 images of 224x224 pixels, activations occupy 66 MiB instead of
+911 MiB between the forward and backward passes (fp32, measured on a CPU). At batch size 512 on an H200, peak
+memory is 3.69 GiB instead of 10.48 GiB (bf16).
 """
 
 import functools
@@ -30,8 +30,8 @@ from onecurve.system.processes import accelerate_config
 from onecurve.upstream.accelerate_ import block_names
 from onecurve.upstream.torch_ import allow_recompilations, draw_as_eager, has_cpp_compiler
 
-# Maximum number of graphs for one block class. A block class needs one graph for each width and stride, in
-# training and in evaluation. Beyond Dynamo's default limit of 8, a block would silently run uncompiled.
+# Maximum number of graphs per block class. A block class needs one training graph and one evaluation graph
+# for each width and stride. Beyond Dynamo's default limit of 8, a block would silently run uncompiled.
 RECOMPILE_LIMIT = 64
 
 
@@ -47,10 +47,10 @@ def blocks_of(model: nn.Module, names: Collection[str] | None = None) -> Iterato
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Enable activation checkpointing for each block, or for the layers that timm's method selects.
+    """Enable activation checkpointing for each block, or for the layers selected by timm's method.
 
-    The parameters keep their names. Accelerate's method would rename the parameters, and draw different
-    random numbers in the backward pass.
+    The parameters keep their names. Accelerate's method would rename the parameters and draw different random
+    numbers in the backward pass.
 
     Raises:
         ValueError: If the model defines neither block classes nor timm's method.
@@ -93,7 +93,7 @@ class Compilation:
         return self.backend != "no"
 
     def __str__(self) -> str:
-        """Return the equivalent value of --compile, or the backend's name for backends except Inductor."""
+        """Return the equivalent value of --compile for Inductor, or the name of any other backend."""
         return self.mode if self.backend == "inductor" else self.backend
 
 
@@ -117,22 +117,22 @@ def chosen_compilation(flag: str | None) -> Compilation:
 def compile_blocks(
     model: nn.Module, settings: Compilation, is_whole: bool = False, accumulations: int = 1
 ) -> None:
-    """Compile the forward method of each block or of the whole model. The parameters keep their names.
+    """Compile the forward method of each block or the whole model. The parameters keep their names.
 
     timm's models are always compiled block by block, because their identical blocks share graphs. A compiler
-    backend's CUDA graphs work only for a whole model without gradient accumulation. With separate blocks, an
-    evaluation would overwrite a block's input, which is the previous block's output (pytorch #152887). With
-    gradient accumulation, each micro-batch would overwrite the previous micro-batch's gradients. With
-    separate blocks or gradient accumulation, `max-autotune` falls back to the mode without CUDA graphs. This
-    function replaces forward() instead of calling block.compile(), which would also trace the hooks of FSDP2
-    and DeepSpeed.
+    backend's CUDA graphs work only for a whole model without gradient accumulation. If blocks were compiled
+    separately, an evaluation would overwrite a block's input, which is the previous block's output (pytorch
+    #152887). With gradient accumulation, each micro-batch would overwrite the previous micro-batch's
+    gradients. With separately compiled blocks or gradient accumulation, `max-autotune` falls back to the mode
+    without CUDA graphs. This function replaces forward() instead of calling block.compile(), which would also
+    trace the hooks of FSDP2 and DeepSpeed.
 
     Args:
         model: The model to compile, before the strategy wraps the model.
         settings: Arguments of torch.compile.
-        is_whole: True to compile the model as one graph if possible. This mode requires a model without
-            sharding and activation checkpointing, and is unsuitable if results must be bitwise identical to a
-            sharded model's results.
+        is_whole: True to compile the model as one graph if possible. A whole-model graph requires a model
+            without sharding and activation checkpointing. Its results may differ bitwise from a sharded
+            model's results.
         accumulations: Number of micro-batches per step in each process.
 
     Raises:
@@ -163,7 +163,7 @@ def compile_blocks(
 
 
 def _dynamo_arguments_from_config() -> dict[str, Any]:
-    """Return the arguments of TorchDynamoPlugin from the accelerate config of a DeepSpeed job.
+    """Return TorchDynamoPlugin's arguments from a DeepSpeed job's accelerate config.
 
     For DeepSpeed, `accelerate launch` (1.15) does not pass these arguments in environment variables.
     """

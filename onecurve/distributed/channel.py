@@ -20,7 +20,7 @@ NONE = b"null"  # JSON value of a missing key
 
 
 class Reason(IntEnum):
-    """Reason why a job's processes end together. If several reasons apply, the largest value wins."""
+    """Reason why a job's processes exit together. If several reasons apply, the largest value wins."""
 
     NONE = 0
     STOP = 1  # a signal arrived or the launcher exited, so all processes save and raise Preempted
@@ -28,11 +28,11 @@ class Reason(IntEnum):
 
 
 class Channel:
-    """Channel for JSON messages in torch's store. Only one thread may use a channel.
+    """Channel for JSON messages in torch's store. Each channel may be used by only one thread.
 
-    A connection to the store handles one request at a time, and a request blocks while the store's process is
+    A connection to the store handles one request at a time. A request blocks while the store's process is
     suspended. If the store's process dies, `gone` contains the error. From then on, the channel behaves as in
-    a job with a single process, and returns no messages from other processes.
+    a single-process job, and returns no messages from other processes.
     """
 
     def __init__(self, store: dist.Store | None = None) -> None:
@@ -52,7 +52,7 @@ class Channel:
         self._call_store(lambda: self.store.set(key, json.dumps(value)), None)
 
     def read(self, key: str) -> Any:
-        """Return the value of the key, or None if the key does not exist yet."""
+        """Return the key's value, or None if the key does not exist yet."""
         value_json = self._call_store(
             lambda: self.store.get(key) if self.store.check([key]) else NONE, default=NONE
         )
@@ -63,7 +63,7 @@ class Channel:
         return json.loads(self.store.get(key))
 
     def first(self, key: str, value: Any) -> Any:
-        """Store the value unless the key already exists. Return the stored value."""
+        """Store the value unless the key already exists, and return the stored value."""
         value_json = json.dumps(value)
         stored_json = self._call_store(
             lambda: self.store.compare_set(key, "", value_json), default=value_json.encode()
@@ -96,9 +96,9 @@ def first_to_report(message: str, channel: Channel | None = None) -> bool:
 def let_main_close_first(accelerator: Accelerator, channel: Channel | None = None) -> None:
     """Wait up to 10 s in a failing job until the main process has closed its files.
 
-    The main process calls this function after it has closed its files. Other processes call this function
-    before they exit, because a launcher kills all processes as soon as one exits. The wait is limited because
-    the main process may hang in a collective.
+    The main process calls this function after it has closed its files. The other processes call it before
+    they exit, because a launcher kills all processes as soon as one exits. The wait is limited because the
+    main process may hang in a collective.
     """
     if not dist.is_initialized():
         return
@@ -110,10 +110,10 @@ def let_main_close_first(accelerator: Accelerator, channel: Channel | None = Non
 
 
 class Poll:
-    """Asynchronous computation of maxima over all processes. Each call returns the previous call's maxima.
+    """Asynchronous elementwise maximum over all processes. Each call returns the previous call's maxima.
 
-    Poll uses a gloo group that is separate from the training collectives, so no call waits for a GPU. The
-    constructor is collective.
+    Poll uses a gloo group separate from the training collectives, so no call waits for a GPU. The constructor
+    is collective.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -128,8 +128,8 @@ class Poll:
     def __call__(self, *values: int) -> list[int]:
         """Start the next exchange, and return the maxima of the previous call's arguments.
 
-        All processes must make this call. The first call returns []. In a single process, each call returns
-        its own arguments.
+        All processes must make this call. The first call returns []. In a single-process job, each call
+        returns its own arguments.
         """
         if self.group is None:
             return list(values)
@@ -157,7 +157,7 @@ class Poll:
         return values
 
     def collect(self, value: Any) -> list[Any]:
-        """Return all processes' values in rank order in the main process, and [] in other processes.
+        """Return all processes' values in rank order in the main process, and [] in all others.
 
         This method is collective. Use this method for large values, because gather() would send all values to
         all processes.
@@ -176,7 +176,7 @@ class Poll:
 
         Args:
             is_main: True in the main process.
-            done: Function that waits up to the given number of seconds, and returns True if the work is done.
+            done: Function that waits up to the given number of seconds and returns True if the work is done.
         """
         while not any(self.gather(is_main and done(1.0))):
             pass

@@ -1,6 +1,6 @@
-"""Checks the GPUs of a process, chooses algorithms, and sets up CPU rehearsals.
+"""Checks a process's GPU, chooses algorithms, and sets up CPU rehearsals.
 
-In a rehearsal, several CPU processes communicate over gloo and use config files that are meant for GPUs.
+In a rehearsal, several CPU processes communicate over gloo and use config files written for GPUs.
 """
 
 import ctypes
@@ -52,9 +52,9 @@ def check_own_gpu(channel: Channel, own_rank: int, processes: int, own_gpu: str)
 
     Args:
         channel: Channel to the other ranks.
-        number: This process's rank.
+        own_rank: This process's rank.
         processes: Number of processes in the job.
-        gpu: Unique name of this process's GPU.
+        own_gpu: Unique name of this process's GPU.
 
     Raises:
         ValueError: If two processes use the same GPU.
@@ -144,19 +144,19 @@ def choose_algorithms(deterministic: bool) -> None:
     """Select either deterministic algorithms or the fastest algorithms.
 
     Call this function before the first GPU operation. Without `deterministic`, cuDNN benchmarks its
-    algorithms once for each convolution shape, because shapes rarely change.
+    algorithms once per convolution shape, because shapes rarely change.
 
     With `deterministic`, all runs on the same GPUs produce bitwise identical results. An operation without a
-    deterministic algorithm raises RuntimeError. Without `deterministic`, a GPU adds numbers in the order in
-    which its thread blocks finish (atomic additions in the backward pass), cuBLAS may choose different
-    algorithms in each run, and fp32 convolutions round their inputs to TF32. On a CPU, the argument has no
-    effect. See https://docs.pytorch.org/docs/stable/notes/randomness.html
+    deterministic algorithm raises RuntimeError. Without `deterministic`, results may differ between runs:
+    atomic additions in the backward pass follow the order in which a GPU's thread blocks finish, and cuBLAS
+    may choose different algorithms. In addition, fp32 convolutions round their inputs to TF32. On a CPU, the
+    argument has no effect. See https://docs.pytorch.org/docs/stable/notes/randomness.html
     """
-    # Benchmarks depend on timings, which differ between runs
+    # cuDNN benchmarks depend on timings, which differ between runs
     torch.backends.cudnn.benchmark = not deterministic
     if not deterministic:
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read while cuBLAS is initialised
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read during cuBLAS initialisation
     torch.use_deterministic_algorithms(True)
     # Mypy does not know this property. Filling uninitialised memory takes time, and this project never reads
     # uninitialised memory.
@@ -167,9 +167,9 @@ def choose_algorithms(deterministic: bool) -> None:
 
 
 def rehearse_on_cpu(backend: str = "gloo") -> None:
-    """Let Accelerate run DDP, FSDP2 and DeepSpeed in CPU processes, with config files for GPUs.
+    """Let Accelerate run DDP, FSDP2 and DeepSpeed in CPU processes, with config files written for GPUs.
 
-    This function replaces the only two methods of Accelerate that look for a GPU.
+    This function replaces Accelerate's only two methods that look for a GPU.
     """
     if is_on("ACCELERATE_USE_DEEPSPEED"):
         deepspeed_.use_gloo()
@@ -183,16 +183,16 @@ def use_all_cores(deterministic: bool = False) -> None:
     """Divide a host's cores among its processes.
 
     torchrun and accelerate set OMP_NUM_THREADS=1, which suits GPU training. deepspeed assigns all cores to
-    each process. For a single process, accelerate counts all cores of the machine, including cores that the
-    process may not use. In a container with a CPU quota, torch makes the same mistake. Two threads on one
-    core are 35 times slower than one thread (CNN-A). If the script is started with plain `python`, this
-    function keeps the user's OMP_NUM_THREADS, so that a single process can reproduce the rounding of a
-    process in a larger job.
+    each process. For a single process, accelerate counts all of the machine's cores, including those that the
+    process may not use. In a container with a CPU quota, torch also counts all cores. Two threads on one core
+    are 35 times slower than one thread (CNN-A). If the script is started with plain `python`, this function
+    keeps the user's OMP_NUM_THREADS, so that a single process can reproduce the rounding of a process in a
+    larger job.
 
     Args:
-        deterministic: True to use a fixed number of threads, because the order of additions in kernels
-            depends on the number of threads. The fixed number is the user's OMP_NUM_THREADS, or 1 if this
-            variable is not set.
+        deterministic: True to use a fixed number of threads, because a kernel's order of additions depends on
+            the number of threads. The fixed number is the user's OMP_NUM_THREADS, or 1 if this variable is
+            not set.
     """
     if deterministic:
         torch.set_num_threads(int(_users_environment().get("OMP_NUM_THREADS", "1").partition(",")[0]))
@@ -211,15 +211,15 @@ def _users_environment() -> Mapping[str, str]:
     """
     try:
         return psutil.Process(os.getppid()).environ() if launched() else os.environ
-    except psutil.Error:  # the launcher has just exited, or its environment is not readable
+    except psutil.Error:  # the launcher has just exited, or its environment can't be read
         return {}
 
 
 def keep_freed_memory() -> None:
-    """Make glibc reuse the memory of freed activations instead of returning this memory to the kernel.
+    """Make glibc reuse the memory of freed activations instead of returning it to the kernel.
 
-    For CNN-A at batch size 256 on one thread, the reuse reduces the CPU time of a step from 82 ms to 57 ms,
-    and the number of page faults from 14,000 to 0.
+    For CNN-A at batch size 256 on one thread, this reuse reduces CPU time per step from 82 ms to 57 ms, and
+    the number of page faults from 14,000 to 0.
     """
     libc = ctypes.CDLL(None)
     libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD: allocate blocks of up to 1 GiB from the heap

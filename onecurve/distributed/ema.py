@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from onecurve.distributed.layout import layout_of
 from onecurve.upstream.torch_ import lerp_
 
-EXCHANGED_BYTES = 64 * 2**20  # size of the temporary memory with which two tensors are swapped
+EXCHANGED_BYTES = 64 * 2**20  # size of the temporary buffer for swapping two tensors
 
 
 class EMA:
     """Exponential moving average of the fp32 weights. Each process averages its local tensors.
 
-    The local tensors are partitions of the master weights under ZeRO, shards under FSDP2, and whole
-    parameters under other strategies. As in TensorFlow, the decay is min(decay, (1 + step) / (10 + step)), so
-    early averages cover fewer steps.
+    These tensors are partitions of the master weights under ZeRO, shards under FSDP2, and whole parameters
+    under other strategies. As in TensorFlow, the decay is min(decay, (1 + step) / (10 + step)), so early
+    averages cover fewer steps.
     """
 
     def __init__(self, model: nn.Module, optimizer: AcceleratedOptimizer, decay: float):
@@ -28,7 +28,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Update the averages after optimizer step `step`. The first step is step 0."""
+        """Update the averages after optimizer step `step`, counted from 0."""
         decay = min(self.decay, (1 + step) / (10 + step))
         lerp_(self.averages, self.layout.local, 1 - decay)
 
@@ -46,7 +46,7 @@ class EMA:
 
 @torch.no_grad()
 def _swap(first_tensors: list[Tensor], second_tensors: list[Tensor]) -> None:
-    """Swap the contents of two lists of tensors."""
+    """Swap the contents of two tensor lists."""
     for first, second in zip(first_tensors, second_tensors, strict=True):
         if not first.numel():
             continue

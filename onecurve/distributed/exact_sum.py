@@ -1,12 +1,12 @@
 """Adds gradients exactly, which makes --deterministic training independent of the number of processes.
 
-A sum of fp32 numbers depends on the order of the additions, and therefore on the distribution of work among
+A sum of fp32 numbers depends on the order of additions, and therefore on how work is distributed among
 processes. To avoid this dependence, each micro-batch's gradient is rounded to multiples of 1 / UNIT and
 accumulated in float64. The 53 bits of a float64 represent every sum of multiples of 1 / UNIT below LIMIT
-exactly. Additions are therefore exact within and between processes, for buckets and for shards. Only the
-final sum is rounded to fp32. This module uses float64 instead of int64, which has the same size, because
-FSDP2 can be configured to reduce in float64. A step with a single micro-batch needs no exact sum, because
-each parameter has only one gradient.
+exactly. Additions are therefore exact within and between processes, for DDP's buckets and FSDP2's shards.
+Only the final sum is rounded to fp32. This module uses float64 instead of int64, which has the same size,
+because FSDP2 can be configured to reduce in float64. A step with a single micro-batch needs no exact sum,
+because each parameter has only one gradient.
 
 benchmarks/README.md describes the gradients of three models from which UNIT was chosen. Demmel and Nguyen
 instead derive the unit from the largest summand (Parallel Reproducible Summation, IEEE TC 2015).
@@ -28,8 +28,8 @@ from onecurve.distributed.strategy import sharding, strategy
 from onecurve.upstream.torch_ import multiply_, norms, unscale_before_step
 
 UNIT = 2.0**40  # number of units in 1.0; Adam's epsilon, 1e-8, equals 11,000 units
-# Maximum sum of gradient magnitudes over a step's micro-batches. The limit is not exact, because comparisons
-# with it use fp32.
+# Maximum sum of gradient magnitudes over a step's micro-batches. The limit is approximate, because
+# comparisons use fp32.
 LIMIT = 2.0**52 / UNIT
 LOSS_UNIT = 2.0**28
 BUCKET = 2**22  # number of gradient elements per exchange; 32 MiB
@@ -37,12 +37,12 @@ CACHED = 2**16  # number of gradient elements that a CPU processes at a time; 51
 
 
 def exact_sum(values: Tensor) -> Tensor:
-    """Return the float64 sum of values, rounded to multiples of 1 / LOSS_UNIT. Sums below 2**25 are exact."""
+    """Return the float64 sum of values rounded to multiples of 1 / LOSS_UNIT. Sums below 2**25 are exact."""
     return (values.double() * LOSS_UNIT).round_().sum() / LOSS_UNIT
 
 
 def use_foreach(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer use its foreach implementation instead of a fused kernel.
+    """Make the optimizer use its foreach implementation instead of its fused kernel.
 
     On a CPU, fused kernels round the last elements of a tensor differently, and the last elements of a shard
     are not the last elements of the whole tensor.
@@ -56,9 +56,9 @@ def use_foreach(optimizer: torch.optim.Optimizer) -> None:
 class Bucket:
     """Group of parameters whose gradients are added and exchanged together in one flat tensor.
 
-    `total` contains the gradient sums in units, followed by one count per parameter. A count above 0 means
-    that the parameter had a gradient in this step in at least one process. If the count is 0, the parameter's
-    .grad becomes None, as usual in torch.
+    `total` contains the gradient sums in units, followed by one count per parameter. A positive count means
+    that in this step, at least one process had a gradient for the parameter. If the count is 0, the
+    parameter's .grad becomes None, as usual in torch.
     """
 
     def __init__(self, parameters: list[nn.Parameter], numbers: list[int], device: torch.device):
@@ -68,10 +68,10 @@ class Bucket:
         self.total = torch.zeros(sum(self.sizes) + len(parameters), dtype=torch.float64, device=device)
         self.sums, self.gradient_counts = self.total.split([sum(self.sizes), len(parameters)])
         self.work: Any = None  # handle of the exchange in progress
-        # Indices of parameters whose gradient of this micro-batch is not yet added
+        # Indices of parameters whose gradient from this micro-batch has not been added yet
         self.arrived: set[int] = set()
-        self.seen: set[int] = set()  # indices of parameters with a gradient in this step in this process
-        self.is_added = False  # True if this micro-batch's gradients are added
+        self.seen: set[int] = set()  # indices of parameters with a gradient in this process in this step
+        self.is_added = False  # True once this micro-batch's gradients have been added
 
     def take(self, flat: Tensor) -> None:
         """Move a micro-batch's gradients to `flat`, in the memory order of the parameters' elements."""
@@ -91,7 +91,7 @@ class Bucket:
         self.is_added = True
 
     def forget(self) -> None:
-        """Discard the state of the current step, even if the step is unfinished, and begin the next step."""
+        """Discard the current step's state, even if the step is unfinished, and begin the next step."""
         self.work, self.seen, self.is_added = None, set(), False
         self.arrived.clear()
 
@@ -109,7 +109,7 @@ class Bucket:
         missing = self._missing()
         if self.work:
             self.work.wait()
-            if missing:  # the host waits for the device only in this case
+            if missing:  # the host waits for the device only here
                 counts = self.gradient_counts.tolist()
                 missing = {index for index in missing if not counts[index]}
         gradients = self.sums.float().div_(unit).split(self.sizes)  # a division by a power of two is exact
@@ -126,8 +126,8 @@ class ExactSum:
     """Implementation of JobAccelerator.backward and clip_grad_norm_ that replaces DDP's gradient exchange.
 
     Create this object after prepare(), and pass the plain model to the constructor. backward() divides each
-    loss by the number of micro-batches in a step of the whole job. Two divisions, first by the number of
-    accumulations and then by the number of processes, would round differently.
+    loss by the number of micro-batches in a step of the whole job. Dividing first by the number of
+    accumulations and then by the number of processes would round differently.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module):
@@ -136,16 +136,16 @@ class ExactSum:
         self.names, self.numbers = list(trained), sum(parameter.numel() for parameter in trained.values())
         self.micro_batches = accelerator.gradient_accumulation_steps * accelerator.num_processes
         self.zero, self.one = torch.zeros((), device=device), torch.ones((), device=device)
-        # Large on a GPU, so that few kernels are launched
+        # Buckets are large on a GPU, so that few kernels are launched
         self.chunk = CACHED if device.type == "cpu" else 2 * BUCKET
         self.unit: float | Tensor = UNIT  # with fp16, UNIT divided by the loss scale (a power of two)
-        # Maximum gradient magnitude of each parameter in this step in this process. A NaN gradient results in
+        # Each parameter's maximum gradient magnitude in this process in this step. A NaN gradient results in
         # NaN.
         self.max_magnitudes = torch.zeros(len(trained), device=device)
-        # Maximum gradient magnitude of each parameter in this micro-batch
+        # Each parameter's maximum gradient magnitude in this micro-batch
         self.norms = [self.zero] * len(trained)
         self.steps = torch.zeros((), device=device)  # number of steps since the last check()
-        # For each parameter, the first step with a gradient that was too large
+        # First step in which each parameter's gradient was too large
         self.failed = torch.full_like(self.max_magnitudes, math.inf)
         self.buckets: list[Bucket] = []
         self.exchanged = 0  # number of buckets exchanged in this step
@@ -172,7 +172,7 @@ class ExactSum:
         """Scale the gradients to norm max_norm if their norm is larger. Return the norm before scaling."""
         assert norm_type == 2
         self.accelerator.unscale_gradients()
-        # A process may store no elements of a small parameter, or even of a small model.
+        # A process's shard of a small parameter, or even of a small model, may be empty.
         grads = [to_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
         grads = [gradient for gradient in grads if gradient.numel()] or [self.one.new_zeros(1)]
         norm = self._exact_norm(grads)
@@ -181,7 +181,7 @@ class ExactSum:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Reset the host's counters after a block that captures a step, even if the capture fails."""
+        """Run a block that captures a step, and then reset the host's counters, even if the capture fails."""
         digest = self.digest
         try:
             yield
@@ -197,7 +197,7 @@ class ExactSum:
         This method is collective and waits for the device.
 
         Args:
-            step: Number of the last step.
+            step: Index of the last step.
 
         Raises:
             FloatingPointError: If a gradient was too large or not finite. All processes raise the error.
@@ -222,7 +222,7 @@ class ExactSum:
     def _check_shards(self, step: int) -> None:
         """Raise ValueError if FSDP2 added gradients of different parameters.
 
-        This error is possible because FSDP2 exchanges whichever gradients a process has computed.
+        This error can occur because FSDP2 exchanges whichever gradients a process has computed.
         """
         digests = torch.tensor([self.digest, -self.digest], device=self.accelerator.device)
         self._reduce_in_place(digests, dist.ReduceOp.MIN)
@@ -244,7 +244,7 @@ class ExactSum:
             for index, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket, index))
         longest_bucket = max(len(bucket.sums) for bucket in self.buckets)
-        # Buffer for the gradients of one bucket
+        # Buffer for one bucket's gradients
         self.flat = torch.empty(longest_bucket, device=self.accelerator.device)
 
     def _on_gradient(self, bucket: Bucket, index: int, _parameter: nn.Parameter) -> None:
@@ -257,7 +257,7 @@ class ExactSum:
                     self._exchange_next()
 
     def _add_bucket(self, bucket: Bucket) -> None:
-        """Add a bucket's gradients of one micro-batch, with few operations on long tensors."""
+        """Add a bucket's gradients from one micro-batch, using few operations on long tensors."""
         units = self.flat[: len(bucket.sums)]
         bucket.take(units)
         magnitudes = norms(units.split(bucket.sizes), math.inf)
@@ -290,7 +290,7 @@ class ExactSum:
         assert not indices_by_name, f"not sharded: {indices_by_name}"
 
     def _round_gradient(self, parameter_index: int, gradient: Tensor) -> Tensor:
-        """Return the gradient of parameter i rounded to multiples of 1 / UNIT."""
+        """Return parameter i's gradient, rounded to multiples of 1 / UNIT."""
         self.arrived.add(parameter_index)
         self.norms[parameter_index] = torch.linalg.vector_norm(gradient, math.inf)
         return self._to_units(gradient).div_(self.unit)
@@ -302,7 +302,7 @@ class ExactSum:
     @torch.no_grad()
     def _end_micro_batch(self) -> None:
         for bucket in self.buckets:
-            if bucket.arrived:  # some of the bucket's parameters had no gradient
+            if bucket.arrived:  # some of the bucket's parameters received no gradient
                 self._add_bucket(bucket)
             bucket.is_added = False
         # Update tensors in place, because a step may be a CUDA graph, which reads fixed addresses.
@@ -321,17 +321,17 @@ class ExactSum:
         self.arrived.clear()
         is_exact = self.max_magnitudes * self.unit <= LIMIT * UNIT / self.micro_batches
         if self.accelerator.scaler is not None:
-            # The scaler skips steps with gradients that are not finite.
+            # The scaler skips steps with non-finite gradients.
             is_exact |= ~self.max_magnitudes.isfinite()
         self.steps += 1
         torch.minimum(self.failed, torch.where(is_exact, math.inf, self.steps), out=self.failed)
         self.max_magnitudes.zero_()
 
     def _exact_norm(self, grads: list[Tensor]) -> Tensor:
-        """Return the 2-norm of the gradients.
+        """Return the gradients' 2-norm.
 
         Each squared element, scaled to at most 1, is rounded to a multiple of a coarse unit plus a multiple
-        of a fine unit. Multiples of the same unit are added exactly.
+        of a fine unit. Sums of multiples of the same unit are exact.
         """
         largest = torch.stack(norms(grads, math.inf)).max()
         largest = largest.double().to(self.accelerator.device)
@@ -358,7 +358,7 @@ class ExactSum:
     def _reduce_in_place(self, values: Tensor, operation: Any) -> None:
         """Reduce tensors between processes in place.
 
-        Under DDP, each process already stores the whole gradients, so only minima need an exchange.
+        Under DDP, each process already stores the whole gradients, so only minima must be exchanged.
         """
         if self.accelerator.num_processes > 1 and (not self.buckets or operation == dist.ReduceOp.MIN):
             dist.all_reduce(values, operation)
@@ -370,7 +370,7 @@ def _flat_view(tensor: Tensor) -> Tensor:
 
 
 def _group_indices(sizes: list[int], minimum_total: int) -> list[list[int]]:
-    """Split the indices of `sizes` into consecutive groups whose sizes add up to at least `enough`.
+    """Split the indices of `sizes` into consecutive groups, each with a total size of at least `enough`.
 
     The last group may be smaller.
     """

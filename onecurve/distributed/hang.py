@@ -1,7 +1,7 @@
 """Reports a hanging job, with evidence from each rank and a table that shows which rank is blocking.
 
 NCCL's watchdog aborts a process without a Python error message. Therefore, a rank collects evidence from all
-ranks when a collective has waited for most of the timeout. A suspended rank does not answer. If the store's
+ranks once a collective has waited for most of the timeout. A suspended rank does not answer. If the store's
 process is suspended, the store does not answer either.
 
 launch.py also builds the table, so this module does not import torch at the top level.
@@ -30,16 +30,16 @@ from onecurve.upstream.torch_ import flight_record
 if TYPE_CHECKING:
     from onecurve.distributed.channel import Channel
 
-Evidence = dict[str, Any]  # report of one rank, created by evidence()
-KEPT = 256  # number of collectives that torch records; reading the default number, 2,000, takes 35 ms or more
-REPLAY, GRAPH = "replay", "graph"  # names of a replay's operation and group in the evidence
+Evidence = dict[str, Any]  # one rank's report, created by evidence()
+KEPT = 256  # number of collectives that torch records; reading the default of 2,000 takes 35 ms or more
+REPLAY, GRAPH = "replay", "graph"  # operation name and group name of a graph replay in the evidence
 COLUMNS = ("rank", "host", "phase", "step", "where", "last collective", "last heartbeat")
-REPORTING = ("hang.py", "watch.py")  # files that create the report, whose stack frames are skipped
+REPORTING = ("hang.py", "watch.py")  # stack frames in these files, which create the report, are skipped
 ANSWER_S = 1.0  # seconds to wait for other ranks' answers
 
 
 def record_collectives() -> None:
-    """Configure torch to record few collectives, and to write no pickle files after a timeout.
+    """Configure torch to record few collectives and to write no pickle files after a timeout.
 
     Call this function before the first process group is created.
     """
@@ -73,7 +73,7 @@ def collectives() -> list[dict[str, Any]]:
 
 
 def _replay() -> list[dict[str, Any]]:
-    """Return a list with the tracked graph replay in the format of a collective, or an empty list."""
+    """Return a list that describes the tracked graph replay like a collective, or an empty list."""
     if (replay := now.replay) is None:
         return []
     entry = {"op": REPLAY, "group": GRAPH, "number": replay.launched, "age_s": time.time() - replay.since}
@@ -83,7 +83,7 @@ def _replay() -> list[dict[str, Any]]:
 def evidence(rank: int, hosts: list[str]) -> Evidence:
     """Return this process's evidence as JSON-serialisable values.
 
-    The evidence contains files, lines and functions, but no variables.
+    The evidence names files, lines and functions, but contains no variables.
     """
     recorded = collectives()
     return {
@@ -103,7 +103,7 @@ def evidence(rank: int, hosts: list[str]) -> Evidence:
 
 
 def _innermost_project_frame(frame: FrameType | None) -> str:
-    """Return the innermost stack frame inside the project or the script's folder as text."""
+    """Return the innermost stack frame in the project or the script's folder, as text."""
     roots = (ROOT, Path(sys.argv[0]).resolve().parent)
     while frame:
         file = Path(frame.f_code.co_filename).absolute()
@@ -124,11 +124,11 @@ def stacks() -> str:
 
 
 def hang_table(reports: Sequence[Evidence]) -> list[str]:
-    """Return a line that names the blocking rank, followed by the lines of a table with one row per rank.
+    """Return a line that names the blocking rank, followed by table lines with one row per rank.
 
     Args:
-        reports: Evidence of the ranks that answered. Ranks without a report are silent. At least one report
-            contains `hosts`, which lists the host of each rank.
+        reports: Evidence from the ranks that answered. Ranks without a report are silent. At least one report
+            contains `hosts`, which lists each rank's host.
     """
     rows = {row["rank"]: row for row in reports}
     hosts = max((row.get("hosts", []) for row in reports), key=len)
@@ -149,7 +149,7 @@ def awaited(rows: dict[int, Evidence], hosts: Sequence[str]) -> str:
     """Return a phrase that names the blocking ranks.
 
     Args:
-        rows: Evidence of the ranks that answered, by rank.
+        rows: Evidence from the ranks that answered, by rank.
         hosts: Host of each rank.
     """
     if silent := [rank for rank in range(len(hosts)) if rank not in rows]:
@@ -164,7 +164,7 @@ def awaited(rows: dict[int, Evidence], hosts: Sequence[str]) -> str:
         for wait in waits.values()
         for rank, row in rows.items()
         if row["sequence"].get(wait["group"], wait["number"]) < wait["number"]
-        # Hosts may launch different numbers of replays in advance
+        # Hosts may enqueue different numbers of replays in advance
         and not (wait["group"] == GRAPH and rank in waits)
     }
     if blocking_ranks := sorted(late_ranks) or sorted(rows.keys() - waits.keys()):
@@ -194,7 +194,7 @@ def _describe_last_collective(row: Evidence) -> str:
 
 
 def _time_since_heartbeat(reports: Sequence[Evidence]) -> dict[int, str]:
-    """Return a text for each silent rank that states the time since its last heartbeat."""
+    """Return the time since each silent rank's last heartbeat, for example `12 s ago`."""
     ages: dict[int, float] = {}
     for row in reports:
         for rank, age_s in row.get("silent_s", {}).items():
@@ -203,18 +203,18 @@ def _time_since_heartbeat(reports: Sequence[Evidence]) -> dict[int, str]:
 
 
 class HangReport:
-    """Exchange of evidence about a hanging job between this rank and other ranks, through the store.
+    """Exchange of evidence about a hanging job with the other ranks, through the store.
 
     Args:
-        job: Unique name of the job, which changes after a restart.
+        job: Unique job name, which changes after a restart.
         rank: This process's rank.
         hosts: Host of each rank.
-        channel: Channel that only make() uses, in a separate thread.
+        channel: Channel used only by make(), in a separate thread.
     """
 
     def __init__(self, job: str, rank: int, hosts: list[str], channel: "Channel"):
         self._rank, self._hosts, self._channel = rank, hosts, channel
-        self._question, self._alive = f"{job}/hang", f"{job}/alive"  # prefixes of keys in the store
+        self._question, self._alive = f"{job}/hang", f"{job}/alive"  # key prefixes in the store
         self._stacks_folder = Path(tempfile.gettempdir()) / f"hang-{job[:8]}"
         self._lock = threading.Lock()
         self._evidence: Evidence | None = None
@@ -245,7 +245,7 @@ class HangReport:
         is_first = True
         with contextlib.suppress(TimeoutError):  # the store may not answer
             is_first = asking.result(2 * ANSWER_S)
-        report("hang", **rows[self._rank])  # this second report includes the last heartbeats of silent ranks
+        report("hang", **rows[self._rank])  # this second report includes silent ranks' last heartbeats
         if EVENTS_FILE not in os.environ and is_first:
             lines = hang_table(list(rows.values()))
             lines.append(f"The stack traces of all threads are in {self._stacks_folder} on each host.")

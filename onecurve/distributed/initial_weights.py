@@ -15,10 +15,10 @@ def share_initial_weights(accelerator: Accelerator, model: nn.Module) -> None:
     """Copy rank 0's initial weights to all ranks.
 
     All ranks draw their weights with the same seed, but CPUs with different instruction sets round
-    differently. If all ranks have drawn identical weights, no weights are sent.
+    differently. If all ranks have drawn identical weights, nothing is sent.
 
     Raises:
-        ValueError: If names, shapes or dtypes of parameters differ between ranks.
+        ValueError: If parameter names, shapes or dtypes differ between ranks.
     """
     tensors = model.state_dict()
     shapes = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors.items()}

@@ -22,15 +22,15 @@ class JobAccelerator(Accelerator):
     """Accelerator that stores a job's settings, which make_accelerator(), start() and wrap() determine.
 
     Attributes:
-        precision: Number formats used in training.
-        compilation: Arguments of torch.compile, or None before start() chooses the arguments.
+        precision: Floating-point formats used in training.
+        compilation: Arguments of torch.compile, or None before start() chooses them.
         step_graph: True if each step runs as a CUDA graph.
-        step_stream: CUDA stream of the step graphs, or None without step graphs on a GPU.
+        step_stream: The step graphs' CUDA stream, or None without step graphs on a GPU.
         deterministic: Value of --deterministic.
         grad_checkpointing: True if --grad_checkpointing or FSDP2's config enables activation checkpointing.
-        exact_sum: Object that adds gradients exactly with --deterministic. wrap() creates this object.
-        short_attention: True if the device supports the kernel in models/attention.py. After wrap(), True
-            only if the model also uses this kernel.
+        exact_sum: Object that adds gradients exactly with --deterministic. wrap() creates it.
+        short_attention: True if the device supports the kernel in models/attention.py. After wrap(), it is
+            True only if the model also uses this kernel.
         prepared: The wrapped model, or None before wrap().
     """
 

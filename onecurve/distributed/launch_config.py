@@ -1,7 +1,7 @@
-"""Checks before a job starts that the job supports every answer in the launcher's config.
+"""Checks, before a job starts, that every answer in the launcher's config is supported.
 
 Accelerate's launcher passes the answers of `accelerate config` to each process in environment variables.
-supported.yaml lists the supported values of each answer, and the supported keys of a DeepSpeed JSON file.
+supported.yaml lists each answer's supported values and a DeepSpeed JSON file's supported keys.
 """
 
 import importlib.util
@@ -21,18 +21,17 @@ from onecurve.system.text import did_you_mean
 
 # Environment variables in which MPI launchers store the number of processes
 MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-# Keys that a user must set in the DeepSpeed JSON file instead of the accelerate config, if the config refers
-# to such a file
+# Keys that belong in the DeepSpeed JSON file instead of the accelerate config, if the config refers to one
 IN_JSON = (
     *("mixed_precision", "zero_stage", "gradient_clipping", "gradient_accumulation_steps"),
     *("offload_optimizer_device", "offload_param_device", "zero3_save_16bit_model"),
 )
-SCRIPTS_OWN = ("optimizer", "scheduler")  # sections of a DeepSpeed JSON whose content the script determines
+SCRIPTS_OWN = ("optimizer", "scheduler")  # DeepSpeed JSON sections whose content the script determines
 
 
 @cache
 def supported() -> dict[str, dict[str, Any]]:
-    """Return the content of supported.yaml."""
+    """Return supported.yaml's content."""
     import yaml
 
     return yaml.safe_load(Path(__file__).with_name("supported.yaml").read_text())
@@ -48,18 +47,18 @@ def check_launch_config(
     """Check the launcher's answers, and read the DeepSpeed JSON file.
 
     Args:
-        env: Environment variables, which contain the launcher's answers.
+        env: Environment variables that contain the launcher's answers.
         processes: Number of processes in the job.
         deepspeed_config: Value of --deepspeed_config.
         precision: Value of --mixed_precision, which overrides the launcher's answer.
 
     Returns:
-        The content of the DeepSpeed JSON file, or None without such a file.
+        The DeepSpeed JSON file's content, or None without such a file.
 
     Raises:
-        ValueError: If an answer is not supported. The error message names the first unsupported answer.
+        ValueError: If an answer is not supported. The message names the first unsupported answer.
     """
-    env = {"FSDP_VERSION": "1", **env}  # default value of Accelerate
+    env = {"FSDP_VERSION": "1", **env}  # Accelerate's default
     for switch, answers in supported()["answers"].items():
         for key, (variable, *limits) in answers.items():
             value = env.get(variable)
@@ -96,8 +95,8 @@ def refuse(answer: str, advice: str) -> NoReturn:
 def _check_processes(env: Mapping[str, str]) -> None:
     """Raise ValueError if the processes would form separate jobs, or if only one process would start.
 
-    The refused environments are MPI, `multi-CPU` (which starts a single process without MPI), and WORLD_SIZE
-    without LOCAL_RANK. Without LOCAL_RANK, Accelerate treats each process as a separate job.
+    The function refuses MPI, `multi-CPU` (which starts a single process without MPI), and WORLD_SIZE without
+    LOCAL_RANK. Without LOCAL_RANK, Accelerate treats each process as a separate job.
     """
     if int(env.get("LOCAL_RANK", "-1")) >= 0:
         return
@@ -154,11 +153,11 @@ def _check_deepspeed_answers(env: Mapping[str, str], file: str) -> None:
 
 
 def _read_deepspeed(name: str, file: str, precision: str | None = None) -> dict[str, Any]:
-    """Return the content of a DeepSpeed JSON file.
+    """Return a DeepSpeed JSON file's content.
 
     Args:
         name: Flag or config key that refers to the file.
-        file: Path of the file.
+        file: Path to the DeepSpeed JSON file.
         precision: Value of --mixed_precision.
 
     Raises:
@@ -263,7 +262,7 @@ def _check_precisions(config: dict[str, Any], file: str, precision: str | None) 
 
 
 def enabled_precision(config: dict[str, Any] | None) -> str | None:
-    """Return the precision in the DeepSpeed JSON: bf16, fp16, or `no` if the JSON disables bf16.
+    """Return the precision from the DeepSpeed JSON: bf16, fp16, or `no` if the JSON disables bf16.
 
     If the result is None, the flag and the device determine the precision.
     """
@@ -272,7 +271,7 @@ def enabled_precision(config: dict[str, Any] | None) -> str | None:
 
 
 def _enabled_by_precision(config: dict[str, Any]) -> dict[str, bool]:
-    """Return the values of `enabled` in the sections bf16 and fp16, except missing and "auto" values."""
+    """Return the values of `enabled` in the bf16 and fp16 sections, except missing and "auto" values."""
     sections = {dtype: config.get(dtype) for dtype in ("bf16", "fp16")}
     return {
         dtype: section["enabled"]
@@ -297,7 +296,7 @@ def disable_meaningless(rehearsal: bool) -> list[str]:
 
 
 def check_wrapped_classes(model: Any) -> None:
-    """Raise ValueError if the config tells FSDP2 to wrap a class that does not occur in the model."""
+    """Raise ValueError if the config tells FSDP2 to wrap a class that the model does not contain."""
     names = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
     if not names or not is_on("ACCELERATE_USE_FSDP"):
         return

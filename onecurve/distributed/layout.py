@@ -1,4 +1,4 @@
-"""Maps each rank's local tensors to the whole tensors, for every strategy.
+"""Maps each rank's local tensors to whole tensors, for every strategy.
 
 The following terms describe a parameter, or optimizer state with the parameter's shape:
 
@@ -27,18 +27,18 @@ from torch.optim import Optimizer
 
 from onecurve.upstream import deepspeed_
 
-# One entry per local tensor; None if the local tensor does not have this state
+# One entry per local tensor; None if the optimizer keeps no such state for it
 Local = Sequence[Tensor | None]
-# Maps a group of whole parameters to one process's part of the group
+# Maps a group's whole parameters to one process's shards or flat partition
 Arrange = Callable[[list[Tensor]], list[Tensor]]
 
 
 class Piece(NamedTuple):
-    """Range of a flattened whole tensor that is stored on this process."""
+    """Range of a flattened whole tensor that this process stores."""
 
     start: int  # start index in the flattened whole tensor
     length: int
-    offset: int = 0  # start index in the flat partition, under ZeRO
+    offset: int = 0  # start index in the flat partition under ZeRO
 
 
 class Layout:
@@ -48,7 +48,7 @@ class Layout:
     of their parameters.
     """
 
-    # Name of the parts that the optimizer updates, or "" if the optimizer updates whole parameters
+    # Name for the shards or partitions that the optimizer updates, or "" if it updates whole parameters
     parts = ""
     is_flat = False
 
@@ -62,7 +62,7 @@ class Layout:
         self.frozen = {
             name: parameter for name, parameter in all_parameters.items() if not parameter.requires_grad
         }
-        # Tensors in fp32, in the order of self.states()
+        # Local fp32 tensors, in the order of self.states()
         self.local = [to_local(key.detach()) for key in self._state_keys()]
         self.inner = self._script_optimizer()  # the optimizer that the script created
         self.pieces = {name: self._piece_of(parameter) for name, parameter in all_parameters.items()}
@@ -93,7 +93,7 @@ class Layout:
         return {name: self._whole_shape(parameter) for name, parameter in self.frozen.items()}
 
     def own(self, local: Local) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and this process's piece for each trained parameter that has this state."""
+        """Yield the name and this process's piece of each trained parameter that has this state."""
         for tensor, members in zip(local, self.members(), strict=True):
             if tensor is None:
                 continue
@@ -107,7 +107,7 @@ class Layout:
             yield name, to_local(parameter.detach())
 
     def fill(self, own: Iterable[tuple[str, Tensor]], whole: Callable[[str], Tensor]) -> None:
-        """Fill this process's pieces from whole tensors. All processes must use the same order of names.
+        """Fill this process's pieces from whole tensors. All processes must use the same name order.
 
         Args:
             own: Names and pieces, from own() or own_frozen().
@@ -121,18 +121,18 @@ class Layout:
         """Make changes in self.local visible to the next forward pass. This method is collective."""
 
     def groups(self) -> list[list[str]]:
-        """Return the names of the trained parameters in each of the optimizer's groups."""
+        """Return the trained parameters' names in each of the optimizer's parameter groups."""
         return self._names_of([group["params"] for group in self.inner.param_groups])
 
     def states(self) -> list[dict[str, Any]]:
-        """Return the optimizer's state of each local tensor.
+        """Return the optimizer's state for each local tensor.
 
         The state is empty before the optimizer's first step.
         """
         return [owner(self.inner).state.get(key, {}) for key in self._state_keys()]
 
     def shaped_state(self) -> dict[str, Local]:
-        """Return the state tensors with the shapes of the local tensors, by state name such as `exp_avg`."""
+        """Return the state tensors shaped like the local tensors, by state name such as `exp_avg`."""
         keys, states = self._state_keys(), self.states()
         names = {name for key, state in zip(keys, states, strict=True) for name in shaped(state, key)}
         return {
@@ -160,15 +160,15 @@ class Layout:
         }
 
     def changed_groups(self) -> list[dict[str, Any]]:
-        """Return the group settings that the optimizer itself has changed, such as a step count."""
+        """Return the parameter group settings that the optimizer itself has changed, such as a step count."""
         return changed(self.inner.param_groups, self.constants)
 
     def make_state(self, name: str, dtypes: dict[str, torch.dtype]) -> Local:
-        """Create state tensors of zeros with the shapes of the local tensors.
+        """Create zero-filled state tensors shaped like the local tensors.
 
         Args:
             name: Name of the state.
-            dtypes: Dtype of the state for each parameter that has this state.
+            dtypes: The state's dtype for each parameter that has this state.
         """
         states: list[Tensor | None] = []
         for key, members in zip(self._state_keys(), self.members(), strict=True):
@@ -187,7 +187,7 @@ class Layout:
         self._set_state(keys[parameter], name, value)
 
     def arrangements(self) -> list[Arrange]:
-        """Return functions that map a group of parameters to one process's part.
+        """Return functions that map a group's whole parameters to one process's shards or flat partition.
 
         If the strategy does not shard parameters, the result is [].
         """
@@ -205,7 +205,7 @@ class Layout:
         return self.optimizer
 
     def members(self) -> list[list[str]]:
-        """Return the names of the parameters in each local tensor."""
+        """Return the parameter names in each local tensor."""
         return [[name] for name in self.parameters]
 
     def _names_of(self, groups: list[list[Tensor]]) -> list[list[str]]:
@@ -285,9 +285,9 @@ class _Zero(Layout):
 
 
 class _Zero3(_Zero):
-    """Layout for ZeRO-3, which splits each parameter into parts of the same size, one per process.
+    """Layout for ZeRO-3, which splits each parameter into equally sized partitions, one per process.
 
-    The last part is padded.
+    The last partition is padded.
     """
 
     def _whole_shape(self, parameter: Any) -> tuple[int, ...]:
@@ -312,7 +312,7 @@ class _Zero3(_Zero):
     def _piece_of(self, parameter: Any) -> Piece:
         part = parameter.ds_tensor.ds_numel
         start = min(parameter.ds_numel, part * deepspeed_.partition_rank(self.optimizer, parameter))
-        offset = 0  # offset of a frozen parameter, which is in no partition
+        offset = 0  # placeholder offset for frozen parameters, which are in no partition
         if parameter.requires_grad:
             _, offset, _ = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
         return Piece(start, min(part, parameter.ds_numel - start), offset)
@@ -344,7 +344,7 @@ def owner(optimizer: Optimizer) -> Optimizer:
 
 
 def shaped(state: dict[str, Any], key: Tensor) -> dict[str, Tensor]:
-    """Return the state tensors that have their parameter's shape.
+    """Return the state tensors shaped like their parameter.
 
     The state of a scalar parameter is excluded, because a scalar shape is ambiguous.
     """
@@ -352,16 +352,16 @@ def shaped(state: dict[str, Any], key: Tensor) -> dict[str, Tensor]:
 
 
 def group_values(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a parameter group that a checkpoint stores.
+    """Return the parameter group's settings that a checkpoint stores.
 
-    A checkpoint stores neither the parameters nor the learning rate, which the script sets. A checkpoint also
-    omits `capturable`, which only step graphs on a GPU need, and which other devices reject.
+    A checkpoint stores neither the parameters nor the learning rate, which the script sets. It also omits
+    `capturable`, which only step graphs on a GPU need, and which other devices reject.
     """
     return {name: value for name, value in group.items() if name not in ("params", "lr", "capturable")}
 
 
 def changed(groups: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return each parameter group's settings that differ from the earlier settings."""
+    """Return the settings in each parameter group that differ from the earlier settings."""
     return [
         {
             name: value
@@ -383,12 +383,12 @@ def plain_module(model: nn.Module) -> nn.Module:
 
 
 def to_local(value: Any) -> Any:
-    """Return the local tensor of a DTensor. Return any other value unchanged."""
+    """Return a DTensor's local tensor. Return any other value unchanged."""
     return value.to_local() if hasattr(value, "to_local") else value
 
 
 def _distributed_like(example: Any, whole: Tensor) -> Any:
-    """Return the whole tensor as a DTensor with the sharding and the device of the DTensor p."""
+    """Return the whole tensor as a DTensor with the DTensor p's sharding and device."""
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(whole, example.device_mesh, example.placements, src_data_rank=None).to(

@@ -1,9 +1,8 @@
-"""Sets up mixed precision with autocast, which computes in the same way under every strategy.
+"""Sets up mixed precision with autocast, which computes the same way under every strategy.
 
 Weights, the residual stream and the gradient reduction use fp32. Matrix products and convolutions use half
-precision. In two configurations, all weights and activations use half precision. The first configuration is
-fp16 under ZeRO, because DeepSpeed scales the loss only in its own fp16 mode. The second configuration is a
-DeepSpeed JSON that enables bf16.
+precision. In two configurations, all weights and activations use half precision: fp16 under ZeRO, because
+DeepSpeed scales the loss only in its own fp16 mode, and any DeepSpeed JSON that enables bf16.
 """
 
 import os
@@ -26,11 +25,11 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Precision:
-    """Number formats used in training."""
+    """Floating-point formats used in training."""
 
     mixed_precision: str  # `no`, `bf16` or `fp16`
     half_precision: str  # `none`, `autocast`, or `weights` (all tensors use half precision)
-    gradient_reduction: str  # format of the gradient exchange between processes: fp32, bf16 or fp16
+    gradient_reduction: str  # format in which processes exchange gradients: fp32, bf16 or fp16
 
 
 def settle_precision(
@@ -42,8 +41,8 @@ def settle_precision(
         accelerator: The Accelerator, which this function changes.
         mixed_precision: no, bf16 or fp16.
         is_engines: True if a DeepSpeed JSON selects mixed_precision and thereby DeepSpeed's own mode.
-        compression: Number format of the gradients that DDP exchanges, or no. A single process exchanges no
-            gradients but accepts a number format, because an elastic job may shrink to one process.
+        compression: Floating-point format in which DDP exchanges gradients, or no. A single process exchanges
+            no gradients but accepts a format, because an elastic job may shrink to one process.
 
     Raises:
         ValueError: If the strategy does not support the compression.
@@ -90,7 +89,7 @@ def input_dtype(accelerator: Accelerator) -> torch.dtype | None:
 
 
 def chosen_precision(flag: str | None) -> str:
-    """Return the precision from the flag, else from the launcher, else from the device's bf16 support."""
+    """Return the precision from the flag, the launcher, or the device's bf16 support, in this order."""
     launcher_setting, remark = os.environ.get("ACCELERATE_MIXED_PRECISION"), ""
     launch_flag = typed_precision() if launcher_setting == "no" and not flag else ""
     config_keys = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
@@ -133,7 +132,7 @@ def chosen_precision(flag: str | None) -> str:
 
 
 def typed_precision() -> str | None:
-    """Return --mixed_precision from the command line of `accelerate launch`, or "" without the flag.
+    """Return --mixed_precision from the `accelerate launch` command line, or "" without the flag.
 
     Unlike the launcher's environment variables, the command line distinguishes an explicit `no` from the
     default. The function returns None if the parent process is not `accelerate launch`.

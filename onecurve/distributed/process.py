@@ -1,4 +1,4 @@
-"""Starts and ends a job's process: entry point of train scripts, one-line errors and exit statuses."""
+"""Starts and ends a job's process: train scripts' entry point, one-line errors and exit statuses."""
 
 import contextlib
 import functools
@@ -34,8 +34,8 @@ Main = Callable[[R, Accelerator, Batch], None]
 def entry(recipe_class: type[R]) -> Callable[[Main[R]], Callable[[], None]]:
     """Decorate a train script's main(recipe, accelerator, batch).
 
-    The decorated function reads the recipe from the flags, starts the Accelerator, runs the training and ends
-    the process.
+    The decorated function reads the recipe from the flags, starts the Accelerator, runs the training and
+    exits the process.
     """
 
     def decorate(main: Main[R]) -> Callable[[], None]:
@@ -55,10 +55,10 @@ def entry(recipe_class: type[R]) -> Callable[[Main[R]], Callable[[], None]]:
 
 
 def run_process(main: Callable[[], None]) -> NoReturn:
-    """Call main() and end the process with an exit status. Inside another program, raise SystemExit instead.
+    """Call main(), and then exit the process. Inside another program, raise SystemExit instead.
 
     The exit status is 0 after success, 1 after an error, 130 after Ctrl-C, and 75 after a preemption. User
-    errors are printed in one line, and other errors with a traceback.
+    errors are printed on one line, and other errors with a traceback.
     """
     status, owns_process = 0, _is_own_process()
     settle_environment()
@@ -79,7 +79,7 @@ def run_process(main: Callable[[], None]) -> NoReturn:
         if isinstance(error.code, str):
             tell_launchers(message_text(error.code))
         raise
-    except Exception as error:  # do not re-raise, because the interpreter's exit would run queued downloads
+    except Exception as error:  # do not re-raise, because the interpreter would run queued downloads at exit
         status = 1
         watch.begin_exit()
         watch.report_failure(error)
@@ -90,7 +90,7 @@ def run_process(main: Callable[[], None]) -> NoReturn:
             traceback.print_exc()
         elif is_mistake and first_to_report(message):
             log.warning(f"error: {message}")
-        # A launcher kills all processes as soon as one exits. The delay allows other ranks to print their
+        # A launcher kills all processes as soon as one exits. The delay gives other ranks time to print their
         # errors, or to read this error from rank 0's store.
         if world_size() > 1:
             time.sleep(1 if rank() == 0 else 2 if dist.is_initialized() else 5)

@@ -1,4 +1,4 @@
-"""Lets a job's processes find each other, and chooses the network interface and elastic batch sizes."""
+"""Connects a job's processes, and chooses the network interface and elastic batch sizes."""
 
 import contextlib
 import os
@@ -29,12 +29,12 @@ SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 def name_interface() -> None:
-    """Set GLOO_SOCKET_IFNAME, if unset, to the loopback interface (one host) or the route to the master.
+    """Set GLOO_SOCKET_IFNAME, if unset, to loopback (one host) or the interface that routes to the master.
 
     Without GLOO_SOCKET_IFNAME, gloo listens at the address to which the host's name resolves. Other machines
-    may be able to reach this address, which is a risk because ranks exchange objects as pickles. On Debian,
-    the address is 127.0.1.1, which does not work for several hosts. gloo transfers the messages about signals
-    in NCCL jobs, and all data in rehearsals.
+    may be able to reach this address. This is a security risk, because ranks exchange objects as pickles. On
+    Debian, the address is 127.0.1.1, which does not work for multi-host jobs. gloo transfers the messages
+    about signals in NCCL jobs, and all data in rehearsals.
 
     Raises:
         ValueError: If GLOO_SOCKET_IFNAME or NCCL's variable refers to an interface that does not exist.
@@ -46,23 +46,23 @@ def name_interface() -> None:
     is_one_host = world_size() == processes_per_host()
     with contextlib.suppress(ValueError):
         name, address = interface_to("127.0.0.1" if is_one_host else os.environ["MASTER_ADDR"])
-        # On the master itself, the master's name may resolve to a loopback address. In this case, the
-        # variable stays unset, and gloo chooses an interface.
+        # On the master itself, its name may resolve to a loopback address. In this case, the variable stays
+        # unset, and gloo chooses an interface.
         if is_one_host or not address.startswith("127."):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def backend() -> str:
-    """Return the backend of the process group, which is nccl for GPUs and gloo otherwise."""
+    """Return the process group's backend: nccl for GPUs, otherwise gloo."""
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
 def join_agents_store(timeout_s: int) -> None:
-    """Create the process group in the store of torchrun's agent, with a key prefix for this attempt.
+    """Create the process group in the torchrun agent's store, with a key prefix for this attempt.
 
     torch 2.15 keeps the agent's store across restarts, including the addresses of dead processes (pytorch
     #167302). Each agent counts restarts separately, and the counts may differ (pytorch #135712). Therefore,
-    rank 0 chooses a name for the attempt, and passes the name to each rank in a handshake.
+    rank 0 chooses a name for the attempt and passes it to each rank in a handshake.
     """
     if world_size() == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
@@ -79,7 +79,7 @@ def join_agents_store(timeout_s: int) -> None:
 
 
 def _name_attempt(store: dist.Store, processes: int) -> str:
-    """Publish a new attempt's name as rank 0, and answer each rank that has read the name."""
+    """Publish a new attempt's name as rank 0, and answer each rank that has read it."""
     attempt_name = uuid.uuid4().hex
     store.set("attempt", attempt_name)
     for other_rank in range(1, processes):
@@ -90,7 +90,7 @@ def _name_attempt(store: dist.Store, processes: int) -> str:
 def _learn_attempt(store: dist.Store, own_rank: int, timeout_s: int) -> str:
     """Return the attempt's name on a rank other than 0, after rank 0 has answered.
 
-    Rank 0 does not answer ranks that have read the name of an earlier attempt.
+    Rank 0 does not answer ranks that have read an earlier attempt's name.
     """
     token, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -108,7 +108,7 @@ def _learn_attempt(store: dist.Store, own_rank: int, timeout_s: int) -> str:
 
 
 def check_processes() -> None:
-    """Raise ValueError if the number of processes differs from the number that launch.py started."""
+    """Raise ValueError unless the job has as many processes as launch.py started."""
     started, processes = int(os.environ.get(PROCESSES, world_size())), world_size()
     if processes != started:
         raise ValueError(
@@ -127,7 +127,7 @@ def hosts() -> int:
 
 
 def most_hosts() -> int:
-    """Return an elastic job's maximum number of hosts, or the number of hosts of any other job.
+    """Return an elastic job's maximum number of hosts, or any other job's number of hosts.
 
     The maximum includes absent hosts. launch.py's LAUNCH_MOST_HOSTS or torchrun's --nnodes=MIN:MAX sets the
     maximum.
@@ -145,16 +145,16 @@ def most_processes() -> int:
 
 
 def elastic_batch(job: Job) -> Batch:
-    """Return the batch arithmetic, with the same micro-batch size for any number of hosts.
+    """Return the batch arithmetic, with the same micro-batch size regardless of the number of hosts.
 
     The micro-batch size is --per_device_batch_size or, without the flag, one process's share of the batch
-    when all hosts are present. With fewer hosts, each process accumulates more micro-batches. If the batch
-    does not divide among the current hosts, this function waits job.timeout_s seconds for a host to join or
+    when all hosts are present. With fewer hosts, each process accumulates more micro-batches. If the current
+    hosts can't divide the batch evenly, this function waits job.timeout_s seconds for a host to join or
     leave.
 
     Raises:
-        ValueError: If the batch does not divide among the hosts. The error message lists the numbers of hosts
-            that can train.
+        ValueError: If the hosts can't divide the batch evenly. The error message lists the host counts that
+            can train.
     """
     processes, max_processes = world_size(), most_processes()
     per_device = job.per_device_batch_size
@@ -185,8 +185,8 @@ def elastic_batch(job: Job) -> Batch:
 def _report_batch(job: Job, per_device: int) -> None:
     """Report the micro-batch size to launch.py.
 
-    The micro-batch size is the same in all rounds of an elastic job, and determines which numbers of hosts
-    can train.
+    The micro-batch size is the same in all rounds of an elastic job, and determines which host counts can
+    train.
     """
     if rank() == 0:
         report("batch", batch_size=job.batch_size, per_device=per_device)
@@ -196,7 +196,7 @@ def replacement_problem() -> str | None:
     """Return the reason why no other host can join this torchrun job later, or None if hosts can join.
 
     torch 2.15 shares the agent's store. In a later round, new agents do not receive rank 0's address, and
-    fail after 60 s (torch.distributed.elastic.rendezvous.dynamic_rendezvous). For a job on a single host, the
+    fail after 60 s (torch.distributed.elastic.rendezvous.dynamic_rendezvous). For a single-host job, the
     result is None.
     """
     is_torchrun = os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none"

@@ -1,10 +1,10 @@
 """Runs optimizer steps as CUDA graphs, so that the host launches one graph instead of every kernel.
 
 With gradient accumulation, a step consists of up to three graphs: one for the first micro-batch, one for the
-middle micro-batches, and one for the last micro-batch, which includes the gradient exchange and the optimizer
+middle micro-batches, and one for the last. The last graph includes the gradient exchange and the optimizer
 step. In a job with several processes, the graphs contain collectives, so all ranks must replay the same
-graphs in the same order. The input shape and the position of the micro-batch in the step determine which
-graph is replayed. Ranks use captured graphs only if the capture succeeded on all ranks.
+graphs in the same order. The input shape and the micro-batch's position in the step determine which graph is
+replayed. Ranks use captured graphs only if the capture succeeded on all ranks.
 
 Replays read and write the memory addresses that the capture recorded. Therefore, everything that changes
 between steps (inputs, labels and learning rates) is a tensor at a fixed address. torch passes the random seed
@@ -34,11 +34,11 @@ from onecurve.distributed.watch import watch
 from onecurve.system.phase import CAPTURE, WARM_UP, Replay, now, spending
 from onecurve.upstream import torch_
 
-# Number of steps that run before the capture of each input shape. During these steps, torch compiles code,
-# tunes cuDNN and creates the optimizer's state. DDP rebuilds its buckets after the first step, and times the
-# first ten steps.
+# Number of warm-up steps before each input shape is captured. During warm-up, torch compiles code, tunes
+# cuDNN and creates the optimizer's state. DDP rebuilds its buckets after the first step, and times the first
+# ten steps.
 WARM_UP_STEPS = {"single": 3, "ddp": 11, "fsdp": 3}
-SPARE = 0.5  # minimum free memory for evaluations, as a fraction of the memory that the graphs reserve
+SPARE = 0.5  # minimum free memory for evaluations, as a fraction of the memory reserved by the graphs
 # Optimizers that can read learning rates on the device
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
@@ -50,8 +50,7 @@ def chosen_step_graph(accelerator: JobAccelerator, flag: bool | None) -> bool:
 
     Args:
         accelerator: The started Accelerator.
-        flag: Value of --step_graph. None uses graphs on a GPU if possible, and otherwise prints why graphs
-            are not possible.
+        flag: Value of --step_graph. None uses graphs on a GPU if possible, and otherwise prints the reason.
 
     Raises:
         ValueError: If the flag is set, but graphs are not possible.
@@ -66,7 +65,7 @@ def chosen_step_graph(accelerator: JobAccelerator, flag: bool | None) -> bool:
 
 
 def obstacle(accelerator: JobAccelerator) -> str:
-    """Return the reason why a step can't be a CUDA graph, or an empty string if it can."""
+    """Return the reason why a step can't run as a CUDA graph, or an empty string if it can."""
     sharding_settings, ddp_options = sharding(accelerator), accelerator.ddp_handler
     if strategy(accelerator).startswith("zero"):
         return "ZeRO selects on the host which gradients to exchange"
@@ -100,8 +99,8 @@ def keep_segments_out_of_nccl() -> None:
 def step_graph(accelerator: JobAccelerator, optimizer: AcceleratedOptimizer) -> Callable[[Step], Step]:
     """Return a decorator that replaces a micro-batch's step with a StepGraph, if graphs are enabled.
 
-    Call this function after Run.begin. The step must launch the same kernels in every call, and must not read
-    numbers on the host except learning rates. Fused SGD, Adam and AdamW can read learning rates on the
+    Call this function after Run.begin. The step must launch the same kernels in every call, and must not
+    depend on host values other than learning rates. Fused SGD, Adam and AdamW can read learning rates on the
     device, with bitwise identical results. With any other optimizer, the decorator returns the step
     unchanged.
     """
@@ -115,7 +114,7 @@ def step_graph(accelerator: JobAccelerator, optimizer: AcceleratedOptimizer) -> 
 
 def _reads_on_device(accelerator: JobAccelerator, optimizer: torch.optim.Optimizer) -> bool:
     is_fused = accelerator.device.type == "cpu" or all(group.get("fused") for group in optimizer.param_groups)
-    # This combination is never fused
+    # PyTorch's SGD is never fused under FSDP2
     is_sharded_sgd = type(optimizer) is torch.optim.SGD and strategy(accelerator) == "fsdp"
     return type(optimizer) in FUSED and owner(optimizer) is optimizer and is_fused and not is_sharded_sgd
 
@@ -123,7 +122,7 @@ def _reads_on_device(accelerator: JobAccelerator, optimizer: torch.optim.Optimiz
 def make_capturable(optimizer: torch.optim.Optimizer) -> None:
     """Make the optimizer count steps on the device.
 
-    Step counts that were loaded from a checkpoint are moved to the device.
+    Step counts loaded from a checkpoint are moved to the device.
     """
     for group in optimizer.param_groups:
         if "capturable" in group:
@@ -155,7 +154,7 @@ def on_step_stream(accelerator: JobAccelerator) -> Iterator[None]:
 def free_graphs() -> None:
     """Free all graphs, because a process group can't be destroyed while a graph contains its collectives.
 
-    The restriction is described in pytorch #115388.
+    See pytorch #115388.
     """
     for graph in list(_live_step_graphs):
         graph.free()
@@ -166,7 +165,7 @@ _live_step_graphs: "WeakSet[StepGraph]" = WeakSet()
 
 @dataclass
 class GraphPart:
-    """One graph of a step, and the loss that this graph computes."""
+    """One of a step's graphs, and the loss that it computes."""
 
     replay: Callable[[], None] | None = None
     loss: Tensor | None = None
@@ -174,7 +173,7 @@ class GraphPart:
 
 @dataclass
 class Shape:
-    """Graphs for one input shape, and the tensors that the graphs read.
+    """Graphs for one input shape, and their input tensors.
 
     `parts` contains the graphs of the first, middle and last micro-batch. A step with fewer than three
     micro-batches has fewer graphs. The list is empty before the capture.
@@ -187,10 +186,10 @@ class Shape:
 
 
 class StepGraph:
-    """Training step that runs normally during the warm-up of each input shape and as CUDA graphs afterwards.
+    """Training step that runs eagerly during each input shape's warm-up and as CUDA graphs afterwards.
 
-    If the capture fails on any rank, all ranks call the original step from then on. On a CPU, every step
-    calls the original step, with the same buffers as on a GPU. The constructor is collective.
+    If the capture fails on any rank, all ranks call the original step from then on. On a CPU, every call runs
+    the original step, with the same buffers as on a GPU. The constructor is collective.
     """
 
     def __init__(self, accelerator: JobAccelerator, optimizer: AcceleratedOptimizer, step: Step):
@@ -246,7 +245,7 @@ class StepGraph:
     def _begin_step(self, inputs: Tensor, labels: Tensor) -> None:
         """Create the buffers for a new input shape. After the warm-up, capture the step."""
         if self.shape is None or self.shape.inputs.shape != inputs.shape:
-            self.free()  # free the memory of the previous shape's graphs
+            self.free()  # free the memory used by the previous shape's graphs
             self.shape = Shape(torch.empty_like(inputs), torch.empty_like(labels))
         self.shape.steps += 1
         if self.shape.steps > self.warm_up_steps and not self.shape.parts:
@@ -271,7 +270,7 @@ class StepGraph:
     def _replay(self, part: GraphPart) -> None:
         """Replay a graph, and make Accelerate count the replay as one micro-batch.
 
-        The watch detects replays that do not end.
+        The watch detects hanging replays.
         """
         self._reshard()
         self.replays += 1
@@ -312,11 +311,10 @@ class StepGraph:
         shape.parts = parts
 
     def capture(self, run: Callable[[], None], pool: Any) -> Callable[[], None]:
-        """Record the kernels that run() launches, without executing the kernels.
+        """Record the kernels that run() launches, without executing them.
 
         If the capture fails, this method restores the process's state and raises the error. torch alone would
-        leave the stream, the random generator and the allocator in the state of a capture (pytorch #180395,
-        #190348).
+        leave the stream, the random generator and the allocator in capture mode (pytorch #180395, #190348).
 
         Returns:
             A function that replays the recorded kernels.
@@ -328,8 +326,8 @@ class StepGraph:
         generator = torch.cuda.default_generators[device]
         state = generator.clone_state()
         try:
-            # "thread_local" lets threads that write checkpoints or measure usage call CUDA during the
-            # capture.
+            # "thread_local" allows CUDA calls during the capture by threads that write checkpoints or measure
+            # usage.
             stream_of_steps = self.accelerator.step_stream
             with torch.cuda.graph(graph, pool, stream_of_steps, capture_error_mode="thread_local"):
                 run()
@@ -341,12 +339,12 @@ class StepGraph:
         return graph.replay
 
     def _give_up(self, problems: list[str]) -> None:
-        """Disable graphs, and discard the gradients of the capture, which were never computed.
+        """Disable graphs, and discard the captured gradients, which were never computed.
 
         This method is collective.
 
         Args:
-            problems: Error message of each rank, or "" for each rank on which the capture succeeded.
+            problems: Each rank's error message, or "" if the capture succeeded on the rank.
         """
         self.accelerator.step_graph = False
         self.free()
@@ -397,13 +395,13 @@ def _reset_shards(model: Any) -> None:
 
 
 def _capture_failure(error: Exception) -> str:
-    """Return the first line of the error that made a capture fail."""
+    """Return the first line of the error that caused a capture to fail."""
     cause = error.__context__ or error  # torch's error about an invalid capture hides the cause
     return str(cause).partition("\n")[0] or type(cause).__name__
 
 
 def _queued_work_query() -> Callable[[], bool]:
-    """Return a function that returns True if the device has finished all work queued before this call."""
+    """Return a function that reports whether the device has finished all work queued before this call."""
     event = torch.cuda.Event()
     event.record()
     return event.query
@@ -416,7 +414,7 @@ def _reserved_bytes() -> int:
 
 
 def _check_memory(bytes_before: int) -> None:
-    """Raise MemoryError if the memory reserved since `before` leaves too little memory for evaluations."""
+    """Raise MemoryError if the memory reserved since `before` leaves too little for evaluations."""
     graph_bytes = torch.cuda.memory_reserved() - bytes_before
     if torch.cuda.mem_get_info()[0] < SPARE * graph_bytes:
         raise MemoryError(

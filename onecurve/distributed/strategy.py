@@ -1,7 +1,7 @@
-"""Describes a started job's strategy (name, sharding, precision), and makes strategies train alike.
+"""Describes a started job's strategy (name, sharding, precision), and aligns the strategies' behavior.
 
 Without the checks in this module, DDP would silently ignore missing gradients, and ZeRO would silently skip
-steps with infinite gradients. With the checks, DDP and ZeRO raise an error in these cases.
+steps with infinite gradients. With these checks, DDP and ZeRO raise an error instead.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from onecurve.upstream.deepspeed_ import call_at_overflow
 
 
 def strategy(accelerator: Accelerator) -> str:
-    """Return the strategy's name, which is single, ddp, fsdp, zero1, zero2 or zero3."""
+    """Return the strategy's name: single, ddp, fsdp, zero1, zero2 or zero3."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return f"zero{accelerator.state.deepspeed_plugin.zero_stage}"
     return {DistributedType.NO: "single", DistributedType.FSDP: "fsdp"}.get(
@@ -49,7 +49,7 @@ def sharding(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def precision(accelerator: Accelerator) -> str:
-    """Return the mixed precision, which is no, bf16 or fp16."""
+    """Return the mixed precision: no, bf16 or fp16."""
     return accelerator.precision.mixed_precision
 
 
@@ -65,7 +65,7 @@ def versions(accelerator: Accelerator | None = None) -> dict[str, str]:
 
     Args:
         accelerator: The Accelerator of a wrapped model, or None. If the model uses the attention kernel in
-            onecurve.models.attention_kernels, the result includes the kernel's version.
+            onecurve.models.attention_kernels, the result includes this kernel's version.
     """
     installed = {"python": platform.python_version()}
     for name in ("torch", "accelerate", "deepspeed", "timm", "numpy"):
@@ -82,12 +82,12 @@ def refuse_missing_gradients(model: nn.Module, optimizer: torch.optim.Optimizer)
     """Make the optimizer's first step raise ValueError if a trained parameter lacks a gradient.
 
     If a gradient is missing, DDP does not average any gradient in the same bucket (pytorch #128949). DDP
-    reports a missing gradient only in the next forward pass, after a step with different gradients in each
-    process.
+    reports a missing gradient only in the next forward pass, after the processes have taken a step with
+    different gradients.
     """
 
     def check_gradients(stepping: torch.optim.Optimizer, *_) -> None:
-        if stepping is not optimizer:  # the trial before training steps copies of the optimizer
+        if stepping is not optimizer:  # the trial steps copies of the optimizer before training
             return
         hook.remove()
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -100,8 +100,8 @@ def refuse_missing_gradients(model: nn.Module, optimizer: torch.optim.Optimizer)
 def refuse_skipped_steps(zero: Any) -> None:
     """Make DeepSpeed's optimizer raise FloatingPointError instead of skipping a step.
 
-    Without loss scaling, DeepSpeed skips a step if a gradient is not finite. All processes detect such a
-    gradient in the same step.
+    Without loss scaling, DeepSpeed skips a step if a gradient is not finite. All processes detect non-finite
+    gradients in the same step.
     """
 
     def refuse() -> None:
@@ -114,9 +114,9 @@ def refuse_skipped_steps(zero: Any) -> None:
 def keep_strides(model: nn.Module) -> None:
     """Make FSDP2 pass inputs to its modules with the same strides as in a single process.
 
-    FSDP2's pre-forward hook turns inputs into views. A view of a single channels_last image has different
-    strides. Convolutions treat a view with these strides as contiguous (pytorch #78611) and add products in a
-    different order.
+    FSDP2's pre-forward hook turns inputs into views. For a single channels_last image, the view's strides
+    differ from the input's. Convolutions treat such a view as contiguous (pytorch #78611) and add products in
+    a different order.
     """
 
     def record_strides(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -139,9 +139,9 @@ def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 class _WithStrides(torch.autograd.Function):
-    """Identity function that changes the strides of a tensor.
+    """Identity function that changes a tensor's strides.
 
-    Unlike as_strided, this function does not change the strides of the gradient.
+    Unlike as_strided, this function does not change the gradient's strides.
     """
 
     @staticmethod
@@ -154,13 +154,13 @@ class _WithStrides(torch.autograd.Function):
 
 
 def unused_parameters(error: BaseException | None, parameters: list[str]) -> list[str]:
-    """Return the parameters that DDP lists in its error about missing gradients in a later step."""
+    """Return the parameters that DDP would list in a later step's error about missing gradients."""
     match = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
     return [parameters[int(i)] for i in match[1].split()] if match else []
 
 
 def without_gradient(names: list[str]) -> str:
-    """Return the error message about trained parameters that received no gradient."""
+    """Return the error message about trained parameters without a gradient."""
     return (
         f"DDP needs a gradient for every trained parameter in each step, but {', '.join(names)} received"
         " none. Set requires_grad to False for unused parameters, or train with FSDP2 or ZeRO."

@@ -1,23 +1,23 @@
-"""Watches a process for signals, the launcher's end, failed ranks and hanging collectives.
+"""Watches a process for signals, its launcher's exit, failed ranks and hanging collectives.
 
 After any process receives SIGTERM, SIGUSR1 or SIGHUP, all processes save together and exit. SIGHUP arrives
-when a terminal closes or an ssh connection drops. If a process was started with SIGHUP ignored, for example
-by nohup, the process continues after SIGHUP. Launchers forward SIGTERM to their processes. torchrun and
-accelerate also forward SIGHUP. When a launcher is killed, the kernel sends SIGTERM to the launcher's child
-processes. In all other descendants, the watch notices the launcher's end within a second.
+when a terminal closes or an SSH connection drops. A process that was started with SIGHUP ignored, for example
+by nohup, continues running. Launchers forward SIGTERM to their processes. torchrun and accelerate also
+forward SIGHUP. When a launcher is killed, the kernel sends SIGTERM to the launcher's child processes. In all
+other descendants, the watch detects the launcher's exit within a second.
 
-The failure of one rank ends all other ranks. Under gloo, a collective fails when a participating process
-ends. Under NCCL, other ranks continue to wait, because their main threads block in a device synchronisation
-until torchrun kills the processes 30 s later. Therefore, a failing rank writes its error message to the
-store, and the other ranks exit with this message.
+If one rank fails, all other ranks exit. Under gloo, a collective fails when a participating process exits.
+Under NCCL, other ranks continue to wait, because their main threads block in a device synchronisation until
+torchrun kills the processes 30 s later. Therefore, a failing rank writes its error message to the store, and
+the other ranks exit with this message.
 
 The store does not answer while its process is suspended. Separate threads query the store, so the watch
-always notices signals. The watch also reports collectives that wait too long (onecurve/distributed/hang.py).
+always notices signals. The watch also reports hanging collectives (onecurve/distributed/hang.py).
 
-No library monitors collectives inside a CUDA graph. If a replay of a graph hangs, the report contains the
-step, the number of the replay and the waiting time, and the watch ends the process after the timeout.
+No library monitors collectives inside a CUDA graph. If a graph replay hangs, the report contains the step,
+the replay's number and the waiting time, and the watch terminates the process after the timeout.
 
-The rest of the project uses a single object, `watch`, and does not set the object's attributes.
+The rest of the project uses a single object, `watch`, and does not set its attributes.
 """
 
 import contextlib
@@ -46,41 +46,41 @@ from onecurve.system.phase import now
 from onecurve.system.text import message_text
 from onecurve.system.threads import start_daemon
 
-# Errors that are printed in one line, without a traceback
+# Errors printed on one line, without a traceback
 MISTAKES = (ValueError, FloatingPointError, OSError)
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 LAUNCHER_ENDED = "its launcher has exited"
 POLL_S = 0.5
-GRACE_S = 1.0  # seconds in which the main thread may fail first, as it does under gloo
-CLOSING_S = 12.0  # seconds in which the main process may close its files and finish a checkpoint
+GRACE_S = 1.0  # seconds granted to the main thread to fail first, as it does under gloo
+CLOSING_S = 12.0  # seconds granted to the main process to close its files and finish a checkpoint
 ASK_AT = 0.7  # fraction of the timeout after which the watch reports a waiting collective
-DYING_S = 0.5  # seconds between the closing of a dying process's connections and the end of the process
+DYING_S = 0.5  # seconds between a dying process's disconnection and its exit
 HEARTBEATS = 5  # number of heartbeats per timeout
-REPLAY_S = 5.0  # seconds after the timeout before the watch ends a process with a stuck replay
+REPLAY_S = 5.0  # seconds after the timeout before the watch terminates a process with a hanging replay
 
-# Function that closes the run's files and records the error message of a failure
+# Function that closes the run's files and records a failure's error message
 Close = Callable[[str], None]
 
 
 class Preempted(Exception):
-    """Raised after all processes have agreed to save and exit."""
+    """Exception raised after all processes have agreed to save and exit."""
 
 
 class Watch:
-    """Observer of this process. A separate thread ends the process if the main thread can't.
+    """Watchdog for this process. A separate thread terminates the process if the main thread can't.
 
-    The main thread calls ready() when signals may wait for the end of a step, wanted() after each step, and
-    agreed() when all processes stop.
+    The main thread calls ready() once signals may wait for the current step to end, wanted() after each step,
+    and agreed() when all processes stop.
     """
 
     def __init__(self) -> None:
         self._timeout_s = 300.0
-        # True if a signal ends the process after the current step, False if a signal ends the process at once
+        # True if a signal stops the process after the current step, False if it stops the process immediately
         self._is_ready = False
         self._is_signalled = False
         self._is_agreed = False
         self._checked_at = 0.0  # time.monotonic() of the last check for a signal
-        self._reason = ""  # name of the signal that was noticed, or LAUNCHER_ENDED
+        self._reason = ""  # name of the detected signal, or LAUNCHER_ENDED
         self._ranks: _Ranks | None = None  # set by ready() if the job has several processes
         self._close: Close = lambda _: None
         self._has_failed = False
@@ -91,29 +91,29 @@ class Watch:
         return self._timeout_s
 
     def start(self, timeout_s: float) -> None:
-        """Start the watch's thread, which ends the process if a step takes too long after a signal.
+        """Start the watch's thread, which terminates the process if a step takes too long after a signal.
 
         Args:
-            timeout_s: Maximum number of seconds from a signal to the end of the current step.
+            timeout_s: Maximum number of seconds between a signal and the end of the current step.
         """
         self._timeout_s = timeout_s
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         # The interpreter delays signal handlers while the main thread is inside torch. The wakeup file
-        # descriptor lets the thread react at once.
+        # descriptor lets the watch's thread react immediately.
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in SIGNALS:
             if number != signal.SIGHUP or not processes.is_under_nohup():
                 signal.signal(number, self._note_signal)
         launcher_processes: list[psutil.Process] = []
-        if launched():  # this process must end with its launcher, but not with a shell
+        if launched():  # this process must exit when its launcher exits, but not when a shell does
             processes.end_with_parent()
             self._reason = LAUNCHER_ENDED if processes.is_orphan() else ""
             launcher_processes = processes.launchers()
         threading.Thread(target=self._watch_signals, args=(reader, launcher_processes), daemon=True).start()
 
     def ready(self, accelerator: Accelerator) -> None:
-        """Let signals wait for the end of a step from now on, and watch other ranks.
+        """From now on, let signals wait for the current step to end, and watch other ranks.
 
         This method is collective.
         """
@@ -128,7 +128,7 @@ class Watch:
         return self._is_signalled or bool(self._reason)
 
     def agreed(self) -> str:
-        """Remove the time limit for the exit, because the last save may take long.
+        """Remove the time limit for the exit, because the last save may take a long time.
 
         The caller guarantees that all processes have agreed to stop.
 
@@ -139,19 +139,19 @@ class Watch:
         return self._reason
 
     def on_failure(self, close_run: Close) -> None:
-        """Set the function that receives the error message when another rank's failure ends this process."""
+        """Set the function that receives the message if another rank's failure terminates this process."""
         self._close = close_run
 
     def begin_exit(self) -> None:
-        """Reserve the exit for the main thread, so that another rank's failure can't end this process.
+        """Reserve the exit for the main thread, so that another rank's failure can't terminate this process.
 
-        If the watch is already ending the process, this call never returns.
+        If the watch is already terminating the process, this call never returns.
         """
         if self._ranks:
             self._ranks.begin_exit()
 
     def report_failure(self, error: BaseException) -> BaseException:
-        """Report this rank's error to other ranks and to launch.py, and return the error's cause.
+        """Report this rank's error to other ranks and to launch.py, and return its cause.
 
         Only the first call sends a report. The cause may be another rank's error.
         """
@@ -165,19 +165,19 @@ class Watch:
         return error
 
     def report_hang(self) -> None:
-        """Report this process's evidence and request other ranks' evidence before this process ends."""
+        """Report this process's evidence and request other ranks' evidence before this process exits."""
         if self._ranks:
             self._ranks.hang.make()
 
     def _note_signal(self, *_: object) -> None:
-        """Record a signal, without a lock, because a second signal may interrupt this handler."""
+        """Record a signal. This handler takes no lock, because a second signal may interrupt it."""
         self._is_signalled = True
 
     def _watch_signals(self, wakeup_reader: int, launcher_processes: list[psutil.Process]) -> None:
-        """Watch for signals, the launcher's end and hanging collectives. Signals are noticed immediately.
+        """Watch for signals, the launcher's exit and hanging collectives. Signals are detected immediately.
 
-        If no step ends after a signal, this method ends the process, because the main thread may wait forever
-        for a dead process, a disk or a file server.
+        If no step ends after a signal, this method terminates the process, because the main thread may wait
+        forever for a dead process, a disk or a file server.
         """
         stopped_at = 0.0
         while True:
@@ -202,7 +202,7 @@ class Watch:
                 self._end_stuck()
 
     def _end_stuck(self) -> NoReturn:
-        """End this process, because its step has not ended within the timeout after a signal."""
+        """Terminate this process, because its step timed out after a signal."""
         self.report_hang()
         has_no_launcher = self._reason == LAUNCHER_ENDED
         cause = "the launcher has exited" if has_no_launcher else f"the process received {self._reason}"
@@ -214,7 +214,7 @@ class Watch:
 
 
 class _Ranks:
-    """Other ranks of the job, observed through the store and, on the same host, through /proc."""
+    """The job's other ranks, observed through the store and, on the same host, through /proc."""
 
     def __init__(self, accelerator: Accelerator, timeout_s: float, close_run: Close):
         self.accelerator, self.rank, self.timeout_s = accelerator, accelerator.process_index, timeout_s
@@ -222,25 +222,25 @@ class _Ranks:
         hosts_first = self.rank - local_rank()
         identity = socket.gethostname(), hosts_first, os.getpid(), processes.start_ticks(os.getpid())
         identities = gather_object([[uuid.uuid4().hex, *identity]])
-        self.local_ranks = {  # pid and start time of each other rank on this host, by rank
+        self.local_ranks = {  # PID and start time of each other rank on this host, by rank
             rank: (pid, ticks)
             for rank, (_, _, first, pid, ticks) in enumerate(identities)
             if first == hosts_first and processes.is_running(pid, ticks) and rank != self.rank
         }
-        job = identities[0][0]  # unique name of the job, which changes after a restart
+        job = identities[0][0]  # unique job name, which changes after a restart
         self.failure_key, self.interrupt_key = f"{job}/failure", f"{job}/interrupt"
         self.exit_key_prefix = f"{job}/exit"
         # One channel each for poll(), for failures in the main thread, and for the hang report
         self.poll_channel, self.failure_channel, asking = (Channel().clone() for _ in range(3))
         self.hang = HangReport(job, self.rank, [host for _, host, *_ in identities], asking)
-        self.exit_lock = threading.RLock()  # acquired by the thread that ends this process
+        self.exit_lock = threading.RLock()  # acquired by the thread that terminates this process
         self.is_exiting = False
         self.hang_checked_at = 0.0
 
     def poll(self) -> None:
-        """Send heartbeats and answer requests from other ranks until the main thread ends this process.
+        """Send heartbeats and answer requests from other ranks until the main thread exits.
 
-        If another rank fails, this method ends the process.
+        If another rank fails, this method terminates the process.
         """
         channel, heartbeat_at = self.poll_channel, 0.0
         while not self.is_exiting:
@@ -256,7 +256,7 @@ class _Ranks:
             time.sleep(POLL_S)
 
     def end(self, message: str) -> None:
-        """End this process because another rank failed, unless the main thread already ends the process."""
+        """Terminate this process after another rank's failure, unless the main thread is already exiting."""
         time.sleep(GRACE_S)
         if not self.exit_lock.acquire(blocking=False):
             return
@@ -276,7 +276,7 @@ class _Ranks:
         os._exit(1)
 
     def dead_sibling(self, channel: Channel) -> str | None:
-        """Return a message about a process on this host that died without a report, or None."""
+        """Return a message about a process on this host that died without reporting an error, or None."""
         for rank, (pid, ticks) in self.local_ranks.items():
             if not processes.is_running(pid, ticks) and not channel.read(f"{self.exit_key_prefix}/{rank}"):
                 return (
@@ -287,11 +287,11 @@ class _Ranks:
         return None
 
     def cause_elsewhere(self) -> str | None:
-        """Return a message about another rank's failure that explains a failed collective, or None."""
+        """Return another rank's failure message if it explains a failed collective, or None."""
         return self.failure_channel.read(self.interrupt_key) or self.dead_sibling(self.failure_channel)
 
     def begin_exit(self) -> None:
-        """Let the main thread end this process, and tell other ranks that the exit is intentional."""
+        """Reserve the exit for the main thread, and tell other ranks that it is intentional."""
         self.exit_lock.acquire()
         if not self.is_exiting:
             self.is_exiting = True
@@ -300,9 +300,9 @@ class _Ranks:
     def report_failure(self, error: BaseException) -> BaseException:
         """Report this rank's error to other ranks, and return its cause, which may be another rank's error.
 
-        Only the first failure of a job is reported to launch.py. The first failure's message replaces
+        Only a job's first failure is reported to launch.py. The first failure's message replaces
         consequential errors on other ranks, such as a reset connection. Ctrl-C reaches all ranks, and each
-        rank ends independently. Ctrl-C is the cause of another rank's error only if SIGINT was sent to a
+        rank exits independently. Ctrl-C is the cause of another rank's error only if SIGINT was sent to a
         single rank.
         """
         location = f"rank {self.rank} (host {socket.gethostname()})"
@@ -326,7 +326,7 @@ class _Ranks:
         return error if is_mistake or first_message == message else ValueError(first_message)
 
     def look_for_hang(self) -> None:
-        """Look for collectives and replays that wait too long, without using the store, which may hang."""
+        """Check for hanging collectives and replays. This method does not use the store, which may hang."""
         if self.is_exiting:
             return
         time_s = time.monotonic()
@@ -343,7 +343,7 @@ class _Ranks:
             self.hang.make()
 
     def end_replay(self) -> None:
-        """End this process because the replay of a CUDA graph does not end."""
+        """Terminate this process because a CUDA graph replay hangs."""
         if replay := now.replay:
             self.end(
                 f"replay {replay.number} of the step's CUDA graph, at step {now.step}, has waited for another"
