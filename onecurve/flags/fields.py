@@ -1,7 +1,7 @@
-"""Turns the fields of a dataclass into command-line flags and config-file keys.
+"""Turns a dataclass's fields into command-line flags and config-file keys.
 
-The type of a field determines how the text of its flag is converted. A field can have the type int, float,
-str or bool, a tuple of these types, or one of these types combined with None.
+A field's type determines how the flag's text is parsed. A field can have the type int, float, str or bool, a
+tuple of these types, or one of these types combined with None.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class Facts:
     """Properties of a flag that other code queries. The default properties are safe for a new flag.
 
     A flag declares only the properties that differ from the defaults. If a subclass declares the flag again,
-    the flag keeps the properties from its first declaration.
+    it keeps the properties from its first declaration.
     """
 
     part_of_recipe: bool = True  # The flag affects the trained model, so a resumed run must keep its value
@@ -55,12 +55,13 @@ class Facts:
     training_only: bool = False  # A trained model can be built and used with the flag switched off
     drawn_on_device: bool = False  # The flag uses random numbers that differ between device types
     changes_memory: bool = True  # The flag may affect the memory use of a training step
-    # verify.py reuses the recorded value, because the flag affects logged values or the bits of the weights
+    # verify.py reuses the recorded value, because the flag affects logged values or changes the weights
+    # bitwise
     replayed: bool = False
-    # Position of the flag in the run names of a comparison. The names include a flag with position 0 only if
+    # Position of the flag in a comparison's run names. The names include a flag with position 0 only if
     # two names would otherwise be identical
     in_names: int = 0
-    metavar: str = ""  # Placeholder in --help, which is derived from the flag's type and name if empty
+    metavar: str = ""  # Placeholder in --help, derived from the flag's type and name if empty
 
 
 def flag(
@@ -78,7 +79,7 @@ def flag(
     """Declare a field of a recipe as a flag that affects the trained model.
 
     Args:
-        default: Value of the flag unless the user specifies a value.
+        default: Value of the flag unless the user specifies one.
         help: Help text of the flag. The text is empty if flags.yaml contains a longer help text.
         choices: Allowed values of the flag. An empty tuple allows all values.
         minimum: Minimum value of a numeric flag.
@@ -154,7 +155,7 @@ def declared(fact: str) -> dict[str, Any]:
     """Return {flag name: property value} for all flags that declare the property in any recipe.
 
     The result contains both names of a flag with two names. Code that reads recorded runs uses this function,
-    because the script of a run may be unknown, outdated or slow to import.
+    because a run's script may be unknown, outdated or slow to import.
     """
     values: dict[str, Any] = {}
     for file in (RECIPES, *sorted(ROOT.glob("train_*.py"))):
@@ -174,7 +175,7 @@ def _long_help_texts() -> dict[str, str]:
 
 
 def help_of(field: dataclasses.Field, name: str = "") -> str:
-    """Return the help text of a flag, or of the flag's second name if `name` specifies that name."""
+    """Return a flag's help text, or the help text of its second name if `name` is the second name."""
     return field.metadata["help"] or _long_help_texts()[name or field.name]
 
 
@@ -266,14 +267,13 @@ def _equivalent_of(unknown_flag: str, script: str) -> str:
 
 
 def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, unit: str, metavar: str = "") -> None:
-    """Add the flag of a field to a parser.
+    """Add a field's flag to a parser.
 
     Args:
         parser: Parser or argument group that receives the flag.
         field: Field of a recipe that declares the flag.
         unit: Word for samples that replaces the word `images` in the help text.
-        metavar: Placeholder of the flag's value in the help text. An empty string derives the placeholder
-            from the field.
+        metavar: Placeholder for the flag's value in the help text, derived from the field if empty.
     """
     help = help_of(field).replace("%", "%%").replace("images", unit)
     if default := shown_default(field):
@@ -299,7 +299,7 @@ def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, unit: st
             )
 
 
-# Placeholders of flag values in --help, by the last word of the flag's name
+# Placeholders for flag values in --help, by the last word of the flag's name
 _PLACEHOLDERS = {
     "column": "COLUMN",
     "config": "FILE",
@@ -313,7 +313,7 @@ _PLACEHOLDERS = {
 
 
 def _placeholder(field: dataclasses.Field, declared: str) -> str:
-    """Return the placeholder of a flag's value in --help. A placeholder in `declared` takes precedence."""
+    """Return the placeholder for a flag's value in --help. A placeholder in `declared` takes precedence."""
     if choices := field.metadata["choices"]:
         return "{" + ",".join(choices) + "}"
     if placeholder := declared or _PLACEHOLDERS.get(field.name.rpartition("_")[2]):
@@ -344,7 +344,7 @@ def _names(field: dataclasses.Field) -> list[str]:
 
 
 def without(words: Sequence[str], fields: Iterable[dataclasses.Field]) -> list[str]:
-    """Return the words of a command without the flags that the fields declare and without their values."""
+    """Return a command's words, excluding the fields' flags and the values of these flags."""
     removed_flags = {f"--{name}" for field in fields for name in (*_names(field), f"no_{field.name}")}
     kept_words, is_kept = list[str](), True
     for word in words:
@@ -361,7 +361,7 @@ def as_text(value: Any) -> str:
 
 
 def _base_type(field: dataclasses.Field) -> Any:
-    """Return the type of a field without None and without type arguments, such as int for `int | None`."""
+    """Return a field's type without None and without type arguments, such as int for `int | None`."""
     field_type = field.type
     if isinstance(field_type, types.UnionType):
         field_type = next(member for member in field_type.__args__ if member is not types.NoneType)

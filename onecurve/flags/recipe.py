@@ -38,7 +38,7 @@ RecipeT = TypeVar("RecipeT", bound="Recipe")
 class Metric(typing.NamedTuple):
     """Evaluation metric that --best_by can select.
 
-    evaluation.py computes the metric, pages show the metric, and verify.py checks the metric.
+    evaluation.py computes the metric, pages show it, and verify.py checks it.
 
     Attributes:
         title: Name of the metric on pages and in plots.
@@ -205,7 +205,7 @@ class Recipe(Job):
                 )
 
     def filled_name(self) -> str | None:
-        """Return --name with the flag names in braces replaced by the values of the flags.
+        """Return --name with the flag names in braces replaced by the flags' values.
 
         Raise ValueError for unknown flag names.
         """
@@ -223,7 +223,7 @@ class Recipe(Job):
         return self
 
     def without_derived(self, recorded: dict[str, Any]) -> dict[str, Any]:
-        """Return a recorded recipe in which this recipe's derived values replace the recorded ones."""
+        """Return a recorded recipe with this recipe's derived values in place of the recorded ones."""
         return recorded
 
 
@@ -287,7 +287,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def timm_name(name: str) -> str:
-    """Convert the hub name of a model to a timm name.
+    """Convert a model's Hub name to a timm name.
 
     Raise ValueError if the model does not belong to timm.
     """
@@ -398,23 +398,23 @@ def _default_deepspeed_config() -> str | None:
     return str(file) if file.exists() else None
 
 
-_parsed_recipes: dict[type, Any] = {}  # {recipe class: recipe of this process}
+_parsed_recipes: dict[type, Any] = {}  # {recipe class: this process's recipe}
 
 
 def from_flags(recipe_class: type[R]) -> R:
-    """Return the recipe of this process. The flags are parsed only once, because --config may be a pipe."""
+    """Return this process's recipe. The flags are parsed only once, because --config may be a pipe."""
     if recipe_class not in _parsed_recipes:
         _parsed_recipes[recipe_class] = parse(recipe_class)
     return _parsed_recipes[recipe_class]
 
 
 def recipe_part(recipe: Job) -> dict[str, Any]:
-    """Return the fields of a recipe that affect the trained model."""
+    """Return the recipe fields that affect the trained model."""
     return {name: getattr(recipe, name) for name in flags_where(type(recipe), "part_of_recipe")}
 
 
 def agreed_part(job: Job) -> dict[str, Any]:
-    """Return the fields of a recipe that must have the same value on all ranks."""
+    """Return the recipe fields that must have the same value on all ranks."""
     exempt = flags_where(type(job), "per_host")
     return {name: value for name, value in vars(job).items() if name not in exempt}
 
@@ -427,7 +427,7 @@ def untrained(recipe: RecipeT) -> RecipeT:
 
 
 def as_yaml(recipe: "DataclassInstance") -> str:
-    """Return the content of a YAML file from which --config reads the recipe."""
+    """Return the recipe as the content of a YAML file for --config."""
     import yaml
 
     flags = dataclasses.asdict(recipe)
@@ -453,11 +453,11 @@ class Batch:
         return f"batch {self.total} = {samples} x {processes} x {plural(self.accumulations, 'accumulation')}"
 
     def micro_batches(self, rank: int) -> range:
-        """Return the indices within a step of the micro-batches that the process with this rank computes."""
+        """Return the indices of this rank's micro-batches within a step."""
         return range(rank * self.accumulations, (rank + 1) * self.accumulations)
 
     def smaller(self) -> int | None:
-        """Return the largest valid per_device that is at most half of the current per_device, or None."""
+        """Return the largest valid per_device that is at most half of the current value, or None."""
         per_process = self.total // self.processes
         smaller_sizes = range(self.per_device // 2, 0, -1)
         return next((size for size in smaller_sizes if per_process % size == 0), None)
@@ -486,7 +486,7 @@ def share_out(batch_size: int, per_device: int | None, processes: int, unit: str
 
 
 def usable_processes(batch_size: int, per_device: int | None, most: int, step: int = 1) -> list[int]:
-    """Return the multiples of `step` up to `most` that are valid numbers of processes for the batch."""
+    """Return the multiples of `step` up to `most` that are valid process counts for the batch."""
     counts = range(step, most + 1, step)
     return [count for count in counts if batch_size % (count * (per_device or 1)) == 0]
 
@@ -494,15 +494,15 @@ def usable_processes(batch_size: int, per_device: int | None, most: int, step: i
 def default_streams(batch_size: int) -> int:
     """Return the default number of streams, which is 64 or a smaller divisor of the batch size.
 
-    If 64 does not divide the batch size, the function returns the divisor that works with the most numbers of
-    processes. The number of streams depends only on the batch size, so the order of the images is the same on
-    any number of processes.
+    If 64 does not divide the batch size, the function returns the divisor that permits the most process
+    counts. The number of streams depends only on the batch size, so the image order is the same regardless of
+    the number of processes.
     """
     if batch_size % 64 == 0:
         return 64
 
     def flexibility(streams: int) -> tuple[int, int]:
-        """Return the count of valid numbers of processes up to 16, and the number of streams."""
+        """Return how many process counts up to 16 are valid, and the number of streams."""
         return sum(streams % processes == 0 for processes in range(1, 17)), streams
 
     return max((streams for streams in range(1, 64) if batch_size % streams == 0), key=flexibility)

@@ -7,10 +7,10 @@ RecipeClass = TypeVar("RecipeClass", bound=type)
 
 
 def check_early(recipe_class: RecipeClass) -> RecipeClass:
-    """Decorate the recipe of a train script, so that invalid flags or data files end the script early.
+    """Decorate a train script's recipe, so that invalid flags or data files end the script early.
 
-    The decorator has no effect in an imported script. The decorator checks data only in a job on one host,
-    because in a larger job, the other hosts would wait for the host that has ended.
+    The decorator has no effect in an imported script. It checks data only in single-host jobs, because in a
+    multi-host job, the other hosts would wait for the host that has exited.
     """
     if recipe_class.__module__ == "__main__":
         from onecurve.flags.recipe import ImageRecipe, from_flags

@@ -15,7 +15,7 @@ from onecurve.system.paths import ROOT, python_command, shortest
 if TYPE_CHECKING:  # Imported lazily at runtime
     from rich.table import Table
 
-TIMED_STEPS = 10  # Minimum number of steps of a run whose speed is printed. The first few steps are slow
+TIMED_STEPS = 10  # Minimum number of steps for printing a run's speed. The first few steps are slow
 
 
 def print_result(folder: Path, chance: float | None) -> None:
@@ -89,7 +89,7 @@ def _result_table(title: str, result: Mapping[str, Any], unit: str, chance: floa
 
 
 def _chance_rows(result: Mapping[str, Any], chance: float | None) -> dict[str, str]:
-    """Return table rows with the confidence interval of the accuracy and with the chance level."""
+    """Return table rows with the accuracy's confidence interval and the chance level."""
     split, images = ("test", "test_images") if result.get("test_name") else ("best", "val_images")
     accuracy, count = result.get(f"{split}_accuracy"), result[images]
     if accuracy is None or not count:
@@ -102,18 +102,17 @@ def _chance_rows(result: Mapping[str, Any], chance: float | None) -> dict[str, s
 def _weight_table(
     folder: Path, result: Mapping[str, Any], log_lines: list[dict[str, Any]]
 ) -> tuple["Table", Path]:
-    """Return a table of the weight files and the path of the recommended weight file.
+    """Return a table of the weight files, and the recommended weight file's path.
 
-    The recommended file belongs to the best checkpoint, or to the newest checkpoint if the best checkpoint is
-    stored only in S3. The recommended file contains the EMA, unless the raw weights of the same step were
-    better.
+    The recommended file belongs to the best checkpoint, or to the newest checkpoint if the best one is stored
+    only in S3. The recommended file contains the EMA, unless the same step's raw weights were better.
     """
     from rich.table import Table
 
     measure, split = result["best_by"], result["val_name"]
     best, last = result["best_checkpoint"], result["checkpoint"]
     evaluations = {step_name(line["step"]): line for line in log_lines if "val/loss" in line}
-    rows: list[tuple[Path, float | None, str]] = []  # (weight file, metric, contents of the file)
+    rows: list[tuple[Path, float | None, str]] = []  # (weight file, metric, file contents)
     for checkpoint in dict.fromkeys((best, last)):
         evaluation = evaluations.get(Path(checkpoint).name, {})
         reason = f"best {measure} on the {split} split" if checkpoint == best else "the last step"
@@ -127,7 +126,7 @@ def _weight_table(
         elif model.exists():
             rows.append((model, evaluation.get(f"val/{measure}"), reason))
     sign = 1 if METRICS[measure].is_share else -1
-    # Only files of the first checkpoint are candidates. A file without a metric is the last choice.
+    # Only files in the first checkpoint are candidates. A file without a metric is the last choice.
     first_checkpoint = rows[0][0].parent
     scores = {
         file: -math.inf if value is None else sign * value

@@ -29,14 +29,14 @@ NOT_DETERMINISTIC = " does not have a deterministic implementation"
 
 
 def end_preempted(ranks: Ranks, reason: str) -> None:
-    """Save a last checkpoint after a signal, and close the run. All ranks must call this function.
+    """Save a final checkpoint after a signal, and close the run. All ranks must call this function.
 
     All processes wait for the main process, because the launcher kills all processes as soon as one process
     exits.
 
     Args:
-        ranks: State of the run that all ranks share.
-        reason: Reason for the end of the run. The reason is empty on a process that received no signal.
+        ranks: Run state shared by all ranks.
+        reason: Reason why the run ends, or an empty string on a process that received no signal.
 
     Raises:
         FloatingPointError: If the loss is not finite, in which case no checkpoint is saved.
@@ -47,7 +47,7 @@ def end_preempted(ranks: Ranks, reason: str) -> None:
     first_reason = next(filter(None, exchange.poll.gather(reason)), "")
     if record:
         record.log.write_mark({"interrupted_at": time.time(), "why": first_reason})
-    # A job with a single process may stop within a step, while it waits for a shard. An unfinished step
+    # A single-process job may stop in the middle of a step, while it waits for a shard. An unfinished step
     # is discarded.
     try:
         ranks.flush()
@@ -80,7 +80,7 @@ def end_failed(
 ) -> None:
     """Raise the error that all processes report. The message of a known error explains the cause.
 
-    `ranks` is the state of the run, or None if begin() has not been called.
+    `ranks` is the run's shared state, or None if begin() has not been called.
     """
     watch.begin_exit()
     now.enter(ENDING)
@@ -152,7 +152,7 @@ def explained(
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return True for an out-of-memory error that torch (GPU or CPU), a CUDA library or Python raised."""
+    """Return True for an out-of-memory error raised by torch (GPU or CPU), a CUDA library or Python."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and says_out_of_memory(str(error))
     )
@@ -161,7 +161,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 def out_of_memory(accelerator: Accelerator, batch: Batch, error: BaseException) -> str:
     """Return a message that suggests a batch size.
 
-    The message quotes an error that does not mention memory.
+    If the error does not mention memory, the message quotes it.
     """
     smaller = batch.smaller()
     advice = "Shard the model (fsdp_4gpu, zero3_4gpu, zero3_offload_4gpu), or use a smaller model"

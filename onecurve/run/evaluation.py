@@ -1,4 +1,4 @@
-"""Evaluates each sample exactly once, on any number of processes."""
+"""Evaluates each sample exactly once, regardless of the number of processes."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ Mistake = tuple[int, int, int]  # (true class, predicted class, number of images
 
 
 def mean_of_classes(metric: Metric, counts: np.ndarray) -> float:
-    """Return the mean of a metric over the classes, computed in the same way as in scikit-learn.
+    """Return the mean of a per-class metric, computed as in scikit-learn.
 
     `counts`, int64 [3, classes], contains the numbers of images, predictions and correct predictions per
     class.
@@ -39,7 +39,7 @@ def mean_of_classes(metric: Metric, counts: np.ndarray) -> float:
 
 
 def frequent_mistakes(labels: np.ndarray, predicted: np.ndarray, classes: int) -> list[Mistake]:
-    """Return the pairs of classes that are confused most often, in descending order.
+    """Return the most frequently confused class pairs, in descending order of frequency.
 
     Both inputs are int64 [n].
     """
@@ -52,7 +52,7 @@ def frequent_mistakes(labels: np.ndarray, predicted: np.ndarray, classes: int) -
 
 @dataclass(frozen=True)
 class Predicted:
-    """Predictions for the v >= 0 valid samples of a micro-batch, on the device of this process."""
+    """Predictions for the v >= 0 valid samples in a micro-batch, on this process's device."""
 
     ids: np.ndarray  # Ids of the samples, int64 [v]
     pixels: Tensor  # Images, uint8 [v, H, W, 3]
@@ -72,7 +72,7 @@ class Predicted:
 
 
 class Watcher(Protocol):
-    """Interface of an object that receives the progress and the predictions of an evaluation."""
+    """Interface for objects that receive an evaluation's progress and predictions."""
 
     def show_progress(self, text: str) -> None: ...
 
@@ -98,11 +98,11 @@ def evaluate(
         model: Model whose forward pass returns logits.
         split: Split that contains the images to evaluate.
         recipe: Recipe of the run.
-        batch: Division of the batch, which determines the size of the micro-batches.
-        mean: Mean of each channel, for pixels in [0, 1].
-        std: Standard deviation of each channel, for pixels in [0, 1].
-        crop: Method of resizing images, and of cropping images that stay encoded.
-        watcher: Receiver of the progress and the predictions. show_progress() is called before each
+        batch: Division of the batch, which determines the micro-batch size.
+        mean: Per-channel mean, for pixels in [0, 1].
+        std: Per-channel standard deviation, for pixels in [0, 1].
+        crop: Method for resizing images, and for cropping images that stay encoded.
+        watcher: Receiver of the evaluation's progress and predictions. show_progress() is called before each
             micro-batch. keep() receives the confusion matrix, int64 [classes, classes] with one row per true
             class, or the most frequent mistakes if there are more than CONFUSED classes. keep() also receives
             this process's share of SHOWN sample predictions. The sample images do not depend on the seed.
@@ -161,7 +161,7 @@ def counted(split: Split, recipe: ImageRecipe) -> int:
 
 
 def evaluated_ids(split: Split, recipe: ImageRecipe) -> np.ndarray:
-    """Return the ids of the images to evaluate in ascending order, int64 [counted(split, recipe)]."""
+    """Return the ids of the images to evaluate, in ascending order, int64 [counted(split, recipe)]."""
     return chosen_by_hash(len(split), counted(split, recipe))
 
 
@@ -181,7 +181,7 @@ def predictions(
 
     See evaluate() for the arguments.
     """
-    for buffer in model.buffers():  # All ranks use the BatchNorm statistics of rank 0
+    for buffer in model.buffers():  # All ranks use rank 0's BatchNorm statistics
         broadcast(buffer)
     model.eval()
     device, size, count = accelerator.device, recipe.image_size, counted(split, recipe)

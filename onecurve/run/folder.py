@@ -3,10 +3,10 @@
 Only the main process uses this module. The checkpoint is selected as follows:
 
 1. Use the newest intact checkpoint in the run's folder.
-2. If --s3 contains a newer checkpoint, download that checkpoint first, for example to an empty folder on a
-new machine. 3. If the run has no checkpoint, start from the checkpoint that --resume specifies as a local
-path or s3:// address. 4. Require that the checkpoint has the same recipe, except for the flags in
---allow_changed.
+2. If --s3 contains a newer checkpoint, download it first, for example to an empty folder on a new machine.
+3. If the run has no checkpoint, start from the checkpoint that --resume specifies as a local path or s3://
+   address.
+4. Require the checkpoint's recipe to be the same, except for the flags in --allow_changed.
 """
 
 import contextlib
@@ -50,9 +50,9 @@ if TYPE_CHECKING:  # Imported at runtime only with --s3
 FOLDERS = ("checkpoints", "plots", "profile", "tensorboard", "wandb")  # Subfolders of a run folder
 # Maximum number of times that a launcher may restart a run without a new checkpoint
 FRUITLESS_RESTARTS = 3
-# Files that a run writes to its folder. In a folder without a run, a file with such a name belongs to a
-# different program, unless its function returns True. The function returns True for a file from a run that
-# ended before training.
+# Files that a run writes to its folder. In a folder without a run, a file with one of these names belongs to
+# a different program, unless the function for its name returns True. The function returns True for a file
+# from a run that ended before training.
 WRITTEN: dict[str, Callable[[dict[str, Any]], bool]] = {
     RECORD: lambda owner: {"id", "beat"} <= owner.keys(),
     "restarts.json": lambda restarts: {"launcher", "fruitless"} <= restarts.keys(),
@@ -65,13 +65,13 @@ PATTERNS += ("profile/trace.json.gz", "profile/table.txt", "checkpoints/index.js
 
 
 class RunFolder:
-    """Run folder that this process owns, with the S3 mirror and the checkpoint from which the run resumes.
+    """Run folder owned by this process, with the S3 mirror and the checkpoint from which the run resumes.
 
     Args:
         recipe: Recipe of the run.
-        name: Name of the folder, which applies unless --output_dir specifies the folder.
+        name: Folder name, used unless --output_dir specifies a folder.
         last_step: Last step of the run.
-        heartbeat: Function that is called during long operations.
+        heartbeat: Function called during long operations.
 
     Raises:
         ValueError: If the folder or the S3 prefix belongs to a different owner or run, or contains only
@@ -81,7 +81,7 @@ class RunFolder:
     mirror: "Mirror | None" = None
     checkpoint: Checkpoint | None = None
     is_new = False  # True if the run begins at this start with the checkpoint of a different run
-    began_at: str | None = None  # Value of --resume at the first start of the run
+    began_at: str | None = None  # Value of --resume at the run's first start
 
     def __init__(self, recipe: Recipe, name: str, last_step: int, heartbeat: Heartbeat):
         self.recipe, self.last_step, self.heartbeat = recipe, last_step, heartbeat
@@ -109,7 +109,7 @@ class RunFolder:
             lease.release()
 
     def _lease(self, name: str) -> Path:
-        """Acquire the lease on the run's folder, and return the path of the folder.
+        """Acquire the lease on the run's folder, and return the folder's path.
 
         The folder of a run that has just begun may not contain recipe.json yet, but the owner's record
         contains the recipe. If the recorded recipe differs, the next folder is tried, unless --output_dir
@@ -154,8 +154,8 @@ class RunFolder:
             self.checkpoint = self.checkpoint or _other_runs_checkpoint(path, resume, self.heartbeat)
         if self.checkpoint:
             check_recipe(str(self.checkpoint.folder), self.checkpoint.manifest, self.recipe)
-            # On a new machine, the checkpoint was downloaded from the run's S3 prefix, and recipe.json is
-            # missing.
+            # On a new machine, recipe.json is missing, because the checkpoint was downloaded from the run's
+            # S3 prefix.
             begun = {"resumed_from": None if resume in ("auto", "never") else resume}
             self.began_at = resume if self.is_new else (recorded_recipe(path) or begun).get("resumed_from")
 
@@ -187,8 +187,8 @@ class RunFolder:
                 with contextlib.suppress(checkpoints.DamagedCheckpoint, WrongSize):
                     check_recipe(store.url, read_manifest(store, stored_step)[1], self.recipe)
             if stored_step > local_step:
-                # Download the logs first. After an interruption, the next start downloads logs and checkpoint
-                # again.
+                # Download the logs first. After an interruption, the next start downloads the logs and the
+                # checkpoint again.
                 fetch_log(store, self.path)
                 check_lease = self.leases[-1].check
                 if fetch_newest(store, parent, local_step, self.heartbeat, check_lease) is not None:
@@ -202,10 +202,10 @@ def folders(recipe: Recipe, name: str, last_step: int | None) -> Iterator[Path]:
     """Create and yield folders that no other run uses.
 
     --output_dir specifies the folder. If the last part of --output_dir is `*`, the function tries the folder
-    names <name>, <name>-2 and so on. A run in a folder is resumed if the run is unfinished, has the same
-    recipe and began with the same --resume. Runs that version 1.0 named without the model are also resumed. A
-    folder in which no step was trained is reused. If the launcher restarts jobs, an unfinished run of this
-    recipe with a different automatic name is also resumed.
+    names <name>, <name>-2 and so on. A run in a folder is resumed if it is unfinished, has the same recipe
+    and began with the same --resume. Runs from version 1.0, whose names do not contain the model, are also
+    resumed. A folder in which no step was trained is reused. If the launcher restarts jobs, an unfinished run
+    of this recipe with a different automatic name is also resumed.
 
     Args:
         recipe: Recipe of the run.
@@ -222,7 +222,7 @@ def folders(recipe: Recipe, name: str, last_step: int | None) -> Iterator[Path]:
     output_dir = Path(recipe.output_dir or "runs/*")
     given_folder, parent = output_dir if output_dir.name != "*" else None, output_dir.parent / script_name()
     old_name = name.removeprefix(model_part(recipe))  # Name of the run in version 1.0
-    names: list[str] = []  # Names of unfinished runs, which are tried first
+    names: list[str] = []  # Names of unfinished runs, to be tried first
     if not given_folder and old_name != name:
         names = [*_unfinished_runs(parent, old_name, recipe, last_step)]
     is_automatic = not (given_folder or names or recipe.name or recipe.s3)
@@ -277,7 +277,7 @@ def _unfinished_runs(parent: Path, name: str, recipe: Recipe, last_step: int | N
 
 def _unfinished_runs_by_step(parent: Path, recipe: Recipe, last_step: int | None) -> list[str]:
     """Return the names of this recipe's unfinished runs without a live owner, by descending step."""
-    newest_steps = {}  # {name of the run: step of the newest checkpoint}
+    newest_steps = {}  # {run name: step of the newest checkpoint}
     for folder in sorted(parent.glob("*/")):
         with contextlib.suppress(OSError, ValueError):  # The recipe.json of a different run may be damaged
             is_known = isinstance((recorded_recipe(folder) or {}).get("recipe"), dict) and has_trained(folder)
@@ -294,7 +294,7 @@ def _is_restarted() -> bool:
 
 
 def _other_programs_file(folder: Path) -> str | None:
-    """Return the name of another program's file that a run would overwrite, or None without such a file."""
+    """Return the name of another program's file that a run would overwrite, or None if there is none."""
     if "recipe" in (recorded_recipe(folder) or {}) or steps_in(folder / "checkpoints"):
         return None
     files = (file for pattern in PATTERNS for file in sorted(folder.glob(pattern)) if file.lstat().st_size)
@@ -303,7 +303,7 @@ def _other_programs_file(folder: Path) -> str | None:
 
 
 def _is_leftover(file: Path) -> bool:
-    """Return True if the file was written by a run that ended before the run wrote recipe.json."""
+    """Return True if the file was written by a run that ended before it wrote recipe.json."""
     if not (is_written_by_run := WRITTEN.get(file.name)):
         return False
     try:
@@ -338,7 +338,7 @@ def _other_runs_checkpoint(folder: Path, resume: str, heartbeat: Heartbeat) -> C
 def count_restarts(folder: Path, step: int) -> None:
     """Count the launcher's restarts without progress in restarts.json.
 
-    This function is called at each start of a run. If the same launcher starts the run at the same step
+    This function is called each time a run starts. If the same launcher starts the run at the same step
     again, the previous process made no progress, unless that process was asked to stop, for example because a
     host joined.
 

@@ -1,4 +1,4 @@
-"""Determines the name of a run and the differences between a recorded run and a new recipe."""
+"""Determines a run's name and the differences between a recorded run and a new recipe."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from onecurve.system.files import json_lines, read_json
 
 
 def script_name() -> str:
-    """Return the name of the running script without the extension .py."""
+    """Return the name of the running script without the .py extension."""
     return Path(sys.argv[0]).stem
 
 
@@ -45,7 +45,7 @@ def model_part(recipe: Recipe) -> str:
 def why_other_run(record: dict[str, Any], recipe: Recipe) -> str:
     """Return the reason why a run does not match a recipe.
 
-    The reason is empty if the run matches the recipe, or if the recipe of the run is unknown. `record` is the
+    The reason is empty if the run matches the recipe, or if the run's recipe is unknown. `record` is the
     content of the run's recipe.json or owner.json.
     """
     if not isinstance(record.get("recipe"), dict):
@@ -60,9 +60,10 @@ def why_other_run(record: dict[str, Any], recipe: Recipe) -> str:
 def recipe_differences(recorded: dict[str, Any], recipe: Recipe) -> list[str]:
     """List the changed flags that --allow_changed does not permit, such as `--epochs was 3, now 10`.
 
-    If a flag is missing from the recorded recipe, the default of the flag is used for the comparison.
+    If a flag is missing from the recorded recipe, its default is used for the comparison.
     """
-    current = json.loads(json.dumps(recipe_part(recipe)))  # Converts each value to its type in a JSON file
+    # Converts each value to the type it has after a JSON round trip
+    current = json.loads(json.dumps(recipe_part(recipe)))
     defaults = json.loads(json.dumps(recipe_part(type(recipe)())))
     removed = [name for name in without_left(recorded) if name in LEFT]
     recorded = recipe.without_derived(defaults | recorded)
@@ -92,7 +93,7 @@ def why_not_this_run(folder: Path, recipe: Recipe, last_step: int | None) -> str
     """
     record = recorded_recipe(folder)
     if record is None or not has_trained(folder):
-        return ""  # No step was trained. The recipe of the checkpoint is compared later
+        return ""  # No step was trained. The checkpoint's recipe is compared later
     if reason := why_other_run(record, recipe):
         return reason
     if recipe.resume not in ("auto", record.get("resumed_from")) and not _is_own(folder, recipe.resume):
@@ -153,7 +154,7 @@ def recorded_recipe(folder: Path) -> dict[str, Any] | None:
 
 
 def _is_own(folder: Path, resume: str) -> bool:
-    """Return True if --resume specifies the folder of this run or the newest checkpoint in the folder."""
+    """Return True if --resume specifies this run's folder or the newest checkpoint in it."""
     path, parent = Path(resume).resolve(), folder.resolve() / "checkpoints"
     newest = [parent / step_name(step) for step in steps_in(parent)[:1]]
     return path in (parent.parent, parent, *newest)

@@ -27,7 +27,7 @@ from onecurve.system.text import redacted
 if TYPE_CHECKING:  # Imported lazily at runtime
     from onecurve.system.s3 import ObjectStore
 
-HEARTBEAT_S = 20  # Seconds between heartbeats of an owner
+HEARTBEAT_S = 20  # Seconds between an owner's heartbeats
 WATCH_S = 65  # Seconds without a heartbeat after which an owner on a different machine is considered dead
 RELEASE_S = 5  # Maximum number of seconds that release() waits
 RECORD = "owner.json"  # Name of the file that contains the owner's record
@@ -113,12 +113,12 @@ Record = FolderRecord | PrefixRecord
 
 
 class Lease:
-    """Lease on a folder or S3 prefix. The constructor acquires the lease, and release() ends the lease.
+    """Lease on a folder or S3 prefix. The constructor acquires the lease, and release() ends it.
 
     Args:
         store: Record of the folder or S3 prefix.
-        heartbeat: Function that is called about every second while the constructor waits for the heartbeat of
-            an owner on a different machine.
+        heartbeat: Function called about every second while the constructor waits for a heartbeat from an
+            owner on a different machine.
         details: Additional entries for the record.
 
     Raises:
@@ -182,7 +182,7 @@ def is_owned(folder: Path, silent_s: float = WATCH_S) -> bool:
 
 
 def _wait_for_end(store: Record, heartbeat: Callable[[], None]) -> None:
-    """Wait until the record is removed, or remove the record of a dead owner.
+    """Wait until the record is removed, or remove a dead owner's record.
 
     Raise AlreadyOwned if the owner is alive.
     """
@@ -226,7 +226,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """Return an identifier of the machine's current boot and of this container's pid namespace."""
+    """Return an identifier for the machine's current boot and this container's PID namespace."""
     boot_file = Path("/proc/sys/kernel/random/boot_id")
     namespace_link = Path("/proc/self/ns/pid")
     boot_id = boot_file.read_text().strip() if boot_file.exists() else ""

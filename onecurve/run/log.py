@@ -1,4 +1,4 @@
-"""Logs the progress of a run to metrics.jsonl, samples.jsonl, trackers and the terminal."""
+"""Logs a run's progress to metrics.jsonl, samples.jsonl, trackers and the terminal."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # Imported lazily at runtime
 class RunLog:
     """Log of a run on the main process. After a failed write, `problem` contains a message for all processes.
 
-    The constructor removes log lines of steps after the step in `state`.
+    The constructor removes log lines for steps after the step in `state`.
 
     Args:
         folder: Folder of the run.
@@ -43,7 +43,7 @@ class RunLog:
     def __init__(self, folder: Path, recipe: Recipe, manifest: RecipeFile, state: RunState, steps: Steps):
         self.folder, self.state, self.steps_per_epoch = folder, state, steps.per_epoch
         self.problem: str | None = None
-        self.scalars: dict[str, float | Tensor] = {}  # Values from the script for the next log line
+        self.scalars: dict[str, float | Tensor] = {}  # Scalars from the script for the next log line
         self.val_images: list[int] = []  # Number of images per class in the last evaluation
         # Value of time.monotonic() after which the next step is reported to launch.py
         self.report_at = 0.0 if EVENTS_FILE in os.environ else math.inf
@@ -66,7 +66,7 @@ class RunLog:
         self.progress = TrainingProgress(recipe.epochs, state.step, steps.last, recipe.unit, val_name)
 
     def tracker_ids(self) -> dict[str, str]:
-        """Return the tracker ids that are stored in recipe.json and in the state of the run."""
+        """Return the tracker ids that are stored in recipe.json and in the run's state."""
         return self.trackers.ids() if self.trackers else {}
 
     def end_step(self) -> None:
@@ -79,7 +79,7 @@ class RunLog:
             self.was_interrupted = False
 
     def write(self, values: dict[str, float], telemetry: dict[str, float] | None = None) -> None:
-        """Log a line with the values and the script's finite scalars.
+        """Log a line with `values` and the script's finite scalars.
 
         Only the trackers receive the telemetry.
         """
@@ -99,8 +99,8 @@ class RunLog:
     ) -> None:
         """Log a line of metrics and, for a model with classes, write confusion.json.
 
-        The line with the test metrics of the best weights belongs to the last step. With test metrics,
-        confusion.json also contains the number of validation images per class.
+        The best weights' test metrics are logged at the last step. With test metrics, confusion.json also
+        contains the number of validation images per class.
 
         Args:
             prefix: First part of the metric names, either `val` or `test`.
@@ -124,7 +124,7 @@ class RunLog:
             self._set_problem("confusion.json", error)
 
     def write_samples(self, per_rank: list[list[int]], share: int) -> None:
-        """Log a line per step that contains the sample ids of the step in the order of the whole batch.
+        """Log one line per step, with the step's sample ids in the order of the whole batch.
 
         Args:
             per_rank: For each process, the sample ids of all steps to log. The last of these steps is the
@@ -175,12 +175,12 @@ class RunLog:
 
 
 def change_of_hosts(writer: dict[str, Any], manifest: RecipeFile) -> Mark:
-    """Return the previous and current numbers of hosts and processes, or {} if the numbers have not changed.
+    """Return the previous and current numbers of hosts and processes, or {} if they have not changed.
 
     The result is also {} if the previous numbers are unknown.
 
     Args:
-        writer: Entry `written_by` in the manifest of the checkpoint from which the run resumes.
+        writer: `written_by` entry in the manifest of the checkpoint from which the run resumes.
         manifest: Content of recipe.json at this start.
     """
     hosts_before, processes_before = len(writer.get("hosts", ())), writer.get("processes", 0)
@@ -219,8 +219,8 @@ def _truncate_after(file: Path, step: int) -> None:
 def _was_before(line: dict[str, Any], state: RunState) -> bool:
     """Return True if the line was written before the state was saved.
 
-    The function returns False for a line that the resumed run writes again, such as a change of hosts at the
-    step of the state or an evaluation that will be repeated.
+    The function returns False for a line that the resumed run writes again, such as a host change at the
+    state's step, or an evaluation that will be repeated.
     """
     step = line.get("step", math.inf)
     if type(step) not in (int, float):

@@ -1,4 +1,4 @@
-"""Opens a run and restores the newest checkpoint of the run."""
+"""Opens a run and restores its newest checkpoint."""
 
 import contextlib
 import dataclasses
@@ -51,24 +51,24 @@ VAL_CHOSEN = "a hash of their ids"
 
 @dataclass
 class Opening:
-    """Components of a run that is being opened. open() restores the newest checkpoint if the run has one."""
+    """Components of a run that is being opened. open() restores the run's newest checkpoint, if any."""
 
     accelerator: JobAccelerator
     recipe: Recipe
     batch: Batch
     steps: Steps
     training: TrainingState
-    source: str  # Identity of the data, which changes if the content of the data changes
+    source: str  # Identity of the data, which changes with the data's content
     classes: tuple[str, ...]
     cropped: bool | None = None  # True if the images stay encoded and are cropped
-    # Preprocessing of the model before open(), and of the run after open(). None if the script determines the
-    # preprocessing.
+    # The model's preprocessing before open(), and the run's preprocessing after open(). None if the script
+    # determines the preprocessing.
     preprocessing: DataConfig | None = dataclasses.field(default=None, kw_only=True)
     run_folder: RunFolder | None = None  # None except on the main process
     record: MainRecord | None = None  # None except on the main process
 
     def open(self) -> Ranks:
-        """Open the run. Release the folder of the run if opening fails. All ranks must call this method."""
+        """Open the run. Release the run folder if opening fails. All ranks must call this method."""
         from onecurve.telemetry.sampling import Telemetry, this_process
 
         accelerator, recipe, training = self.accelerator, self.recipe, self.training
@@ -112,17 +112,19 @@ class Opening:
             raise
 
     def _find_resume_point(self, heartbeat: Heartbeat) -> list[Any]:
-        """Open the run folder and find the state from which the run resumes. Called on the main process.
+        """Open the run folder and find the state from which the run resumes.
+
+        Only the main process calls this method.
 
         Returns:
-            The state as JSON (empty at step 0), the step of the state (0 if the state belongs to a different
-            run), True if the optimizer state is restored, the folder, the steps of the checkpoints in the
-            folder, and the preprocessing.
+            A list of the state as JSON (empty at step 0), the state's step (0 if the state belongs to a
+            different run), True if the optimizer state is restored, the folder, the folder's checkpoint
+            steps, and the preprocessing.
 
         Raises:
             ValueError: If the checkpoint belongs to different data, a different model or a different
-                optimizer, if the step of the checkpoint is after the last step of the run, or if the launcher
-                restarted the job too often without a new checkpoint.
+                optimizer, if the checkpoint's step is after the run's last step, or if the launcher restarted
+                the job too often without a new checkpoint.
         """
         name = run_name(self.accelerator, self.recipe, self.batch)
         self.run_folder = run_folder = RunFolder(self.recipe, name, self.steps.last, heartbeat)
@@ -138,10 +140,10 @@ class Opening:
         return [state.to_json(), saved_step, has_optimizer, str(run_folder.path), saved_steps, preprocessing]
 
     def _preprocessing(self, manifest: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return the preprocessing of the checkpoint with the changes that flags specify.
+        """Return the checkpoint's preprocessing, with the changes specified by flags.
 
-        Without a checkpoint, the function returns the preprocessing of the model. In earlier versions, the
-        scripts determined the preprocessing, so their checkpoints do not contain a preprocessing.
+        Without a checkpoint, the function returns the model's preprocessing. In earlier versions, the scripts
+        determined the preprocessing, so their checkpoints do not contain it.
         """
         model_config = self.preprocessing
         if model_config is None or manifest is None:
@@ -210,7 +212,8 @@ class Opening:
             )
         for change in _changes(checkpoint, self.training, recipe):
             log.info(change)
-        current = json.loads(json.dumps(recipe_part(recipe)))  # Converts each value to its type in a manifest
+        # Converts each value to the type it has in a manifest
+        current = json.loads(json.dumps(recipe_part(recipe)))
         recorded, evaluation_flags = manifest["recipe"], flags_where(type(recipe), "measures_best")
         differing = [name for name in evaluation_flags if recorded.get(name, current[name]) != current[name]]
         is_comparable = not (has_changed or differing)
@@ -227,7 +230,7 @@ class Opening:
         return state, has_optimizer
 
     def _recipe_file(self, hosts: list[str], devices: list[str]) -> RecipeFile:
-        """Return the content of recipe.json. `devices` contains the device name of each rank."""
+        """Return the content of recipe.json. `devices` contains each rank's device name."""
         accelerator, recipe = self.accelerator, self.recipe
         recipe_file: RecipeFile = {
             "script": script_name(),
@@ -259,7 +262,7 @@ class Opening:
         return recipe_file
 
     def _manifest(self, recipe_file: Mapping[str, object]) -> dict[str, Any]:
-        """Return the entries of a checkpoint's manifest that describe the run."""
+        """Return the checkpoint manifest entries that describe the run."""
         names = ("script", "strategy", "version", "git_commit", "versions", "hosts", "val_chosen")
         writer = {name: recipe_file[name] for name in names} | dataclasses.asdict(self.accelerator.precision)
         writer |= {"processes": self.batch.processes, "deterministic": self.recipe.deterministic}
@@ -295,9 +298,9 @@ class Opening:
         saver: Saver,
         _: Heartbeat,
     ) -> None:
-        """Create the record of the main process, with a log that begins at the given state.
+        """Create the main process's record, with a log that begins at the given state.
 
-        `start` is the line that is added to starts.jsonl.
+        `start` is the line added to starts.jsonl.
         """
         run_folder = self.run_folder
         assert run_folder
@@ -330,7 +333,7 @@ class Opening:
         )
 
     def _warn_of_export(self) -> None:
-        """Warn if export.py would refuse the model because the Model section needs other code."""
+        """Warn if export.py would refuse the model because the Model section depends on code outside it."""
         from onecurve.models.script import MOVE, model_section, names_from_above
 
         file = getattr(sys.modules[type(self.recipe).__module__], "__file__", None)
@@ -397,13 +400,16 @@ def _changes(checkpoint: Checkpoint, training: TrainingState, recipe: Recipe) ->
 
 
 def changed_types(writer: dict[str, Any], types: dict[str, Any]) -> str:
-    """Describe the differences in compute dtypes from the checkpoint. Weights are always stored in fp32."""
+    """Describe how the compute dtypes differ from the checkpoint's. Weights are always stored in fp32."""
     changed = [name for name, dtype in types.items() if writer.get(name, dtype) != dtype]
     return ", ".join(f"{name} {types[name]} (previously {writer[name]})" for name in changed)
 
 
 def changed_packages(before: dict[str, str] | None, now: dict[str, str]) -> str:
-    """Describe the packages or attention kernels that differ. `before` is None for unknown versions."""
+    """Describe the packages or attention kernels that differ from the checkpoint's.
+
+    `before` is None for unknown versions.
+    """
     if before is None:
         return ""
     versions = {name: (before.get(name, "none"), now.get(name, "none")) for name in {**before, **now}}
@@ -415,7 +421,7 @@ def changed_packages(before: dict[str, str] | None, now: dict[str, str]) -> str:
 
 
 def _defaults(recipe: Recipe) -> dict[str, Any]:
-    """Return the default recipe of the script. Some defaults are derived from flags of the given recipe."""
+    """Return the script's default recipe. Some defaults are derived from flags of the given recipe."""
     default_recipe = type(recipe)()
     deciding_flags = {name: getattr(recipe, name) for name in flags_where(type(recipe), "decides_defaults")}
     with_derived_defaults = dataclasses.asdict(type(recipe)(**deciding_flags).resolved())
@@ -423,7 +429,7 @@ def _defaults(recipe: Recipe) -> dict[str, Any]:
 
 
 def _command() -> list[str]:
-    """Return the command that the user typed, which started the outermost launcher or this process.
+    """Return the command with which the user started the outermost launcher or this process.
 
     The result excludes words before the launcher (sudo, env, a shell), because these words may contain
     secrets, and pages show the command.
@@ -444,7 +450,7 @@ def _command() -> list[str]:
 
 
 def _git_commit() -> str | None:
-    """Return the git commit of the code, followed by + after changes, or None outside a repository."""
+    """Return the code's Git commit, with a trailing + after changes, or None outside a repository."""
     try:
         run_git = partial(subprocess.run, capture_output=True, text=True, timeout=10, check=True)
         commit = run_git(["git", "-C", ROOT, "rev-parse", "HEAD"]).stdout

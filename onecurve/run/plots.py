@@ -14,15 +14,16 @@ from onecurve.system.files import write_bytes
 from onecurve.system.text import ending, printable, printable_lines
 
 DPI = 100
-# Maximum number of classes for which a confusion matrix shows class names, and shows counts
+# Maximum number of classes for which a confusion matrix shows class names, and for which it shows counts
 NAMED_CLASSES, NUMBERED_CLASSES = 30, 20
 NAMED_CURVES = 16  # Maximum number of curves in a panel with a legend
 NAME = 28  # Maximum number of characters in a class name that is not wrapped
-# Image sheets: maximum number of characters per line of a caption, and per inch of the title
+# Image sheets: maximum number of characters per caption line, and per inch of the title
 CAPTION, TITLE_PER_IN = 22, 11
 # Image sheets: line height, edge length of an image, column width, and minimum width of the sheet, in inches
 LINE_IN, EDGE_IN, CELL_IN, MIN_SHEET_IN = 0.125, 1.25, 1.35, 4
-POINTS = 500  # Number of points to which a curve with more than twice as many points is averaged
+# Number of points in an averaged curve. Only curves with more than twice as many points are averaged
+POINTS = 500
 
 
 @dataclass
@@ -100,7 +101,7 @@ def confusion(path: Path, mistakes: dict[str, Any], title: str) -> None:
 def confusion_matrix(path: Path, matrix: list[list[int]], classes: Sequence[str], title: str) -> None:
     """Draw a confusion matrix for 2 to 1,000 classes, with a row per true class.
 
-    The shade of a cell shows the share of the row.
+    A cell's shade shows its fraction of the row's total.
     """
     counts = np.asarray(matrix, dtype=np.int64)  # [C, C]
     shares = counts / np.maximum(1, counts.sum(1, keepdims=True))
@@ -170,7 +171,7 @@ def image_sheet(
 def _figure(
     path: Path, size_in: tuple[float, float], layout: Literal["constrained"] | None = "constrained"
 ) -> Iterator[Any]:
-    """Yield a figure, and write the figure to `path` afterwards. The global state of pyplot is not used."""
+    """Yield a figure, and write it to `path` afterwards. The function does not use pyplot's global state."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size_in, layout=layout, facecolor="white")
@@ -202,7 +203,7 @@ def file_caption(name: str) -> str:
 
 
 def _drawable(text: str) -> str:
-    """Escape characters that the font of matplotlib does not contain. Escapes have the form \\u732b."""
+    """Escape characters that are missing from matplotlib's font. Escapes have the form \\u732b."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
     charmap = get_font(findfont(FontProperties())).get_charmap()

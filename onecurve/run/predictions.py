@@ -1,4 +1,4 @@
-"""Stores the predictions of the last evaluation for the log and the plots."""
+"""Stores the last evaluation's predictions for the log and the plots."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,8 @@ class Predictions:
     """Predictions of the newest evaluation.
 
     keep() stores the predictions of an evaluation until accept() is called, when the metrics are logged. With
-    an EMA, two evaluations precede a log line, and accept() uses the second evaluation, which evaluates the
-    averaged weights.
+    an EMA, two evaluations precede a log line, and accept() uses the second one, which evaluates the averaged
+    weights.
     """
 
     def __init__(self, classes: tuple[str, ...]) -> None:
@@ -40,7 +40,7 @@ class Predictions:
         self.confusion, self.examples = self.kept
 
     def gather(self, poll: Poll) -> None:
-        """Gather the examples from all processes in CPU memory. All ranks must call this method."""
+        """Gather the examples from all processes into CPU memory. All ranks must call this method."""
         examples_by_rank = poll.gather([example.to("cpu") for example in self.examples])
         self.examples = [example for examples in examples_by_rank for example in examples]
 
@@ -53,7 +53,7 @@ class Predictions:
         return {"classes": self.classes, "mistakes": self.confusion}
 
     def draw(self, folder: Path) -> list[Path]:
-        """Draw confusion.png and predictions.png, and return the paths of both files.
+        """Draw confusion.png and predictions.png, and return their paths.
 
         The list of paths is empty for a model without classes, or if this process has not run an evaluation.
         """

@@ -38,8 +38,7 @@ if TYPE_CHECKING:  # Imported lazily at runtime
 
 # Maximum number of seconds that a preempted run waits for S3. Launchers send SIGKILL 30 s after SIGTERM
 UPLOAD_GRACE_S = 15
-# Maximum number of seconds that a failed run waits for an unfinished checkpoint. Other processes wait for 10
-# s
+# Maximum number of seconds that a failed run waits for an unfinished checkpoint. Other processes wait 10 s
 WRITING_GRACE_S = 8
 
 
@@ -56,8 +55,8 @@ class MainRecord:
     saver: Saver
     log: RunLog
     utilisation: "Utilisation | None"
-    final: ResultEnd  # Entries of result.json that are known at the start. write_end() adds entries
-    best: Checkpoint | None = None  # Best checkpoint after find_best()
+    final: ResultEnd  # result.json entries that are known at the start. write_end() adds more
+    best: Checkpoint | None = None  # Best checkpoint, set by find_best()
 
     @property
     def folder(self) -> Path:
@@ -65,7 +64,7 @@ class MainRecord:
         return self.run_folder.path
 
     def problem(self) -> str | None:
-        """Return a message about a lost folder or a failed write, which ends the run, or None."""
+        """Return a message about a lost folder or a failed write that ends the run, or None."""
         return self.run_folder.lost() or self.saver.problem or self.log.problem
 
     def find_best(self, heartbeat: Heartbeat) -> bool:
@@ -95,13 +94,12 @@ class MainRecord:
 
         A run ends with the following steps:
 
-        1. Commit the last checkpoint, and list the checkpoint in index.json.
+        1. Commit the last checkpoint, and list it in index.json.
         2. Draw the images in plots/.
         3. Close the trackers.
         4. Write `finished` to result.json. With a mirror, also write `uploaded` false.
         5. Upload the checkpoint and the other files to S3, with result.json as the last file. upload()
-        performs this
-           step and the next step.
+           performs this step and the next one.
         6. Write `uploaded` true to result.json.
 
         After an interruption, the same command restores the last checkpoint, repeats the last evaluation, and
@@ -109,10 +107,10 @@ class MainRecord:
         the same command starts a new run.
 
         Args:
-            facts: Entries of result.json that are known at the end of the run.
+            facts: result.json entries that are known at the end of the run.
             predictions: Predictions from the last evaluation.
             telemetry: Telemetry of the run.
-            heartbeat: Function that is called during long operations.
+            heartbeat: Function called during long operations.
         """
         folder, mirror, state = self.folder, self.run_folder.mirror, self.state
         self.final.update(facts)
@@ -130,7 +128,7 @@ class MainRecord:
             # checkpoint.
             checkpoints.write_step_index(folder / "checkpoints", state.step, state.best_step)
             # After one day, computing the telemetry summaries takes seconds. A launcher that stops a run does
-            # not wait for seconds, so the page of an unfinished run computes the summaries instead.
+            # not wait for seconds, so an unfinished run's page computes the summaries instead.
             from onecurve.telemetry.summary import energy_wh
 
             summaries = run_with_heartbeat(telemetry.summaries, heartbeat)
@@ -150,7 +148,7 @@ class MainRecord:
         print_result(folder, chance)
 
     def _draw(self, content: Result, predictions: Predictions) -> None:
-        """Draw the plots, and send the plots to the trackers. Raise OSError if a write fails.
+        """Draw the plots, and send them to the trackers. Raise OSError if a write fails.
 
         `content` is the content of result.json.
         """
@@ -176,7 +174,7 @@ class MainRecord:
             raise ValueError(problem)
 
     def _times(self) -> ResultEnd:
-        """Return the seconds since the start of the run, in total and by phase."""
+        """Return the total number of seconds since the run started, and the seconds spent in each phase."""
         return {"wall_s": self.state.wall_now_s(), "spent_s": self.state.spent_now_s()}
 
     def upload(self, heartbeat: Heartbeat) -> None:
@@ -204,7 +202,7 @@ class MainRecord:
             write_json(file, content)
 
     def result(self, status: str, error: str | None = None) -> Result:
-        """Return the content of result.json. `error` is the error message of a failed run."""
+        """Return the content of result.json. `error` is a failed run's error message."""
         state = self.state
         epoch_s = state.train_s / state.logged_step * self.steps.per_epoch if state.logged_step else None
         steps = {"checkpoint": self.saver.committed, "best_checkpoint": state.best_step}
@@ -216,7 +214,7 @@ class MainRecord:
         return result(self.accelerator, self.recipe, self.batch, status, state, final)
 
     def write_best(self) -> None:
-        """Start to write a snapshot held in memory, unless a device error may have corrupted the snapshot."""
+        """Start writing a snapshot held in memory, unless a device error may have corrupted it."""
         if self.saver.training.is_copied():
             self.saver.write_held()
 
@@ -255,7 +253,7 @@ def result(
         batch: Division of the batch among processes.
         status: Status of the run, which is `finished`, `preempted` or `failed`.
         state: Progress of the run.
-        final: Additional entries of result.json for a run that has begun.
+        final: Additional result.json entries for a run that has begun.
     """
     measure = recipe.best_by if "accuracy" in state.best else "loss"
     scores = {f"best_{measure}": state.best.get(measure), f"final_{measure}": state.last.get(measure)}
@@ -307,7 +305,7 @@ def result(
 
 
 def memory_gib(accelerator: JobAccelerator, is_healthy: bool = False) -> dict[str, float]:
-    """Return the memory use of this process in GiB.
+    """Return this process's memory use in GiB.
 
     Args:
         accelerator: Accelerator of the job.

@@ -34,7 +34,7 @@ Item = TypeVar("Item")
 
 
 class Run:
-    """Context manager of a training run on all processes. Only the main process writes and prints.
+    """Context manager for a training run on all processes. Only the main process writes and prints.
 
     Raises:
         ValueError: If the folder contains a different run or can't be written, or if memory runs out. The
@@ -46,7 +46,7 @@ class Run:
         if "trackio" in recipe.trackers and importlib.util.find_spec("trackio") is None:
             raise ValueError("--trackers trackio requires the package trackio. Run `pip install trackio`")
         self.accelerator, self.recipe, self.batch = accelerator, recipe, batch
-        self.tested: ResultEnd = {}  # Entries of result.json about the test split
+        self.tested: ResultEnd = {}  # result.json entries for the test split
         self.begun: Ranks | None = None  # State of the run after begin()
         self._preprocessing: DataConfig | None = None
         self.profile: Profile | None = None  # Set only with --profile on the main process
@@ -71,8 +71,8 @@ class Run:
             model: Model that prepare() returned.
             optimizer: Optimizer that prepare() returned.
             steps: Training steps of the whole run.
-            data: Tuple with the identity of the data, which changes with the content, and the names of the
-                classes. For images, a third item is True if the images are cropped.
+            data: Tuple with the data's identity (which changes with the data's content) and the class names.
+                For images, a third item is True if the images are cropped.
             ema: Averaged weights if the script maintains an EMA, otherwise None.
             preprocessing: Preprocessing of the model. A resumed run keeps its initial preprocessing, which
                 run.preprocessing returns.
@@ -160,10 +160,10 @@ class Run:
         return is_due
 
     def checkpoint(self, step: int) -> None:
-        """Save a checkpoint if a checkpoint is due after `step` steps. All ranks must call this method.
+        """Save a checkpoint if one is due after `step` steps. All ranks must call this method.
 
-        If no checkpoint is due, a snapshot of a new best evaluation is held in memory until --checkpoint_s
-        seconds after the last write.
+        If no checkpoint is due but the evaluation at this step is the best so far, a snapshot of this step is
+        held in memory until --checkpoint_s seconds after the last write.
 
         Raises:
             Preempted: If a process received a signal.
@@ -213,8 +213,8 @@ class Run:
     def restore_best(self) -> bool:
         """Load the weights or the EMA of the best evaluation into the model.
 
-        The method returns False if the weights of the best evaluation are lost. All ranks must call this
-        method after the training loop.
+        The method returns False if these weights are lost. All ranks must call this method after the training
+        loop.
         """
         self._end()
         ranks, timeout_s = self.ranks, self.recipe.timeout_s
@@ -230,7 +230,7 @@ class Run:
         return exists
 
     def log_test(self, metrics: dict[str, float], split: str) -> None:
-        """Log the metrics of the best weights on a held-out split that did not select these weights.
+        """Log the best weights' metrics on a held-out split that was not used to select them.
 
         Args:
             metrics: Metrics that evaluate() returned after restore_best().
@@ -300,10 +300,10 @@ class Run:
             record.log.progress.advance(record.steps.first + steps_of_process)
 
     def log_training(self, step: int, lr: float) -> None:
-        """End a training step, and write a log line if a log line is due. All ranks must call this method.
+        """End a training step, and write a log line if one is due. All ranks must call this method.
 
-        Every --log_every steps and at the end of each epoch, this method waits for the device and logs the
-        learning rate, as well as the mean loss and the speed since the last log line.
+        Every --log_every steps and at the end of each epoch, this method waits for the device. It then logs
+        the learning rate, and the mean loss and speed since the last log line.
 
         Raises:
             FloatingPointError: If the loss is not finite. All processes raise this error.
@@ -337,7 +337,7 @@ class Run:
             record.log.write(metrics, ranks.exchange.telemetry.means())
 
     def show_progress(self, text: str) -> None:
-        """Show the progress of an evaluation without waiting for the device. All ranks must call this method.
+        """Show an evaluation's progress without waiting for the device. All ranks must call this method.
 
         Raise Preempted if a process received a signal.
         """
@@ -346,7 +346,7 @@ class Run:
         self.ranks.exchange.listen()
 
     def keep(self, confusion: "Tensor | list[Mistake]", examples: "list[Predicted]") -> None:
-        """Store the predictions of an evaluation until the metrics are logged."""
+        """Store an evaluation's predictions until its metrics are logged."""
         self.ranks.predictions.keep(confusion, examples)
 
     def log_scalars(self, values: Mapping[str, float | Tensor]) -> None:
@@ -362,7 +362,7 @@ class Run:
             record.log.scalars.update(values)
 
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Log the metrics of an evaluation.
+        """Log an evaluation's metrics.
 
         Args:
             step: Number of completed training steps.

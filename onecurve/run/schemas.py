@@ -1,9 +1,9 @@
 """Defines schemas of the files that runs, tools and find_batch_size.py write for other programs.
 
-Code that writes a file creates these types, so that mypy checks the keys and values. Code that reads a file
-passes kinds(schema) to onecurve.system.files.typed_values. Readers ignore values of the wrong type and accept
-missing keys, because files from earlier versions lack some keys. onecurve.flags.recipe.METRICS declares the
-metrics in result.json.
+Code that writes one of these files uses the schema as the type of its contents, so that mypy checks the keys
+and values. Code that reads one passes kinds(schema) to onecurve.system.files.typed_values. Readers ignore
+values of the wrong type and accept missing keys, because files from earlier versions lack some keys.
+onecurve.flags.recipe.METRICS declares the metrics in result.json.
 """
 
 import types
@@ -47,7 +47,7 @@ class RecipeFile(TypedDict):
 
 
 class StartLine(RecipeFile):
-    """Line of starts.jsonl, which does not contain `argv` and `defaults`. See starts.py."""
+    """Line of starts.jsonl, without the recipe.json keys `argv` and `defaults`. See starts.py."""
 
     at: float
     step: int
@@ -139,7 +139,7 @@ class MetricsLine(TypedDict):
 
 
 class Mark(TypedDict, total=False):
-    """Entries of a line in metrics.jsonl that describe an event."""
+    """Entries that describe an event in a line of metrics.jsonl."""
 
     interrupted_at: float
     resumed_at: float
@@ -210,7 +210,7 @@ class Report(TypedDict, total=False):
 
 
 class Stamp(TypedDict, total=False):
-    """Replay recorded in verified.json. `files` maps each file name to the SHA-256 hash of the file."""
+    """Replay recorded in verified.json. `files` maps each file name to the file's SHA-256 hash."""
 
     date: str
     commit: str | None
@@ -266,7 +266,7 @@ class SearchResult(TypedDict, total=False):
 
 
 def kinds(schema: Any) -> dict[str, Kind]:
-    """Return the type of each value in a schema as an argument of onecurve.system.files.typed_values.
+    """Return the type of each value in a schema, as an argument for onecurve.system.files.typed_values.
 
     The types do not include None. For the schema Result, each metric in METRICS adds three keys.
     """

@@ -1,4 +1,4 @@
-"""Coordinates the ranks of a run: messages, checkpoints, and the mean loss between log lines."""
+"""Coordinates a run's ranks: messages, checkpoints, and the mean loss between log lines."""
 
 import math
 import time
@@ -45,7 +45,7 @@ class Exchange:
         record: Record of the run on the main process, None on other processes.
         telemetry: Telemetry of this process.
         timeout_s: Number of seconds without a message from a process after which the job ends.
-        skipped: Function that returns the ids of the images that this process skipped.
+        skipped: Function that returns the ids of the images skipped by this process.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Exchange:
     def listen_after(self, step: int) -> None:
         """Call listen() after each step or, if steps are short, after every few steps.
 
-        All processes call listen() at the same steps, because the processes exchange their times per step.
+        All processes call listen() at the same steps, because they exchange their step times.
         """
         if step < self.next_step:
             watch.wanted()  # Reset the watchdog, because a step has ended
@@ -79,7 +79,7 @@ class Exchange:
             self.next_step = step + min(MOST_STEPS, int(AGREEMENT_S / step_s))
 
     def listen(self) -> None:
-        """Send a signal or problem of this process to all processes, and receive the last messages.
+        """Send this process's signal or problem to all processes, and receive their last messages.
 
         All processes raise the following errors.
 
@@ -100,7 +100,7 @@ class Exchange:
             raise Preempted
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values from all processes. The main process also receives telemetry and skipped ids."""
+        """Return each process's value. The main process also receives telemetry and skipped ids."""
         reports = self.poll.collect((self.telemetry.take(), self.skipped()))
         if self.record:
             self.telemetry.append([piece for pieces, _ in reports for piece in pieces])
@@ -137,14 +137,14 @@ class Meter:
             self.loss.fill_(loss_of_rank * (micro_batches / micro_batches_before))
 
     def add(self, loss: Tensor, ids: np.ndarray) -> None:
-        """Add the loss and the sample ids of a micro-batch to the current step."""
+        """Add a micro-batch's loss and sample ids to the current step."""
         self.step_loss += exact_sum(loss.detach()) if self.accelerator.deterministic else loss.detach()
         self.micro_batches += 1
         if self.keeps_ids:
             self.ids.extend(ids.tolist())
 
     def end_step(self) -> None:
-        """Add the losses of the current step to the sum since the last log line."""
+        """Add the current step's losses to the sum since the last log line."""
         self.loss += self.step_loss
         self.step_loss.zero_()
 
@@ -167,7 +167,7 @@ class Meter:
         return mean
 
     def start_clock(self) -> float:
-        """Restart the clock, and return the seconds since the clock was last started."""
+        """Restart the clock, and return the seconds since it was last started."""
         elapsed_s = self.elapsed_s()
         self.started += elapsed_s
         return elapsed_s
@@ -183,7 +183,7 @@ class Ranks:
 
     A checkpoint is due after the first step, after the best evaluation, after the last step, at multiples of
     --keep_every, and every --checkpoint_every steps or after each epoch. If epochs are short, at most one
-    checkpoint is due in --checkpoint_s seconds.
+    checkpoint is due every --checkpoint_s seconds.
     """
 
     recipe: Recipe
@@ -202,7 +202,10 @@ class Ranks:
         return self.state.is_over(self.recipe.patience)
 
     def end_facts(self) -> ResultEnd:
-        """Return the entries of result.json about the end. `stopped_by` is None for a complete run."""
+        """Return the result.json entries that describe how the run ended.
+
+        `stopped_by` is None for a complete run.
+        """
         step, steps, stopped_by = self.state.step, self.steps, None
         if step == steps.last != steps.total:
             stopped_by = f"--max_steps {step}"
@@ -211,10 +214,11 @@ class Ranks:
         return {"steps": step, "total_steps": steps.total, "stopped_by": stopped_by}
 
     def save_if_due(self, step: int) -> None:
-        """Save a checkpoint if a checkpoint is due after `step` steps.
+        """Save a checkpoint if one is due after `step` steps.
 
-        All ranks must call this method, which raises the same errors as take(). The snapshot of a new best
-        evaluation is held in memory until --checkpoint_s seconds after the last write.
+        All ranks must call this method, which raises the same errors as take(). If no checkpoint is due but
+        the evaluation at this step is the best so far, a snapshot of this step is held in memory until
+        --checkpoint_s seconds after the last write.
         """
         if step > self.newest:
             if self._is_due(step) or step == self.steps.first:
@@ -224,7 +228,7 @@ class Ranks:
         self.saver.write_held(self.recipe.checkpoint_s)
 
     def flush(self) -> None:
-        """Write a snapshot of this step, or write the snapshot that is held in memory.
+        """Write a snapshot of this step, or the snapshot held in memory.
 
         All ranks must call this method. See take() for the errors.
         """
@@ -234,7 +238,7 @@ class Ranks:
             self.saver.write_held()
 
     def take(self, hold: bool = False) -> None:
-        """Take a snapshot, and write the snapshot in the background. All ranks must call this method.
+        """Take a snapshot, and write it in the background. All ranks must call this method.
 
         Args:
             hold: True if the snapshot is held in memory instead of being written.
@@ -247,7 +251,7 @@ class Ranks:
             state, saver, meter, exchange = self.state, self.saver, self.meter, self.exchange
             step, best = state.step, state.best_step
             if best != step:
-                saver.write_held()  # Write the snapshot of the best evaluation
+                saver.write_held()  # Write the best evaluation's snapshot
             exchange.poll.wait_for_main(self.record is not None, saver.done)
             meter.check(step)
             loss_and_problem = meter.loss.item(), self.record and self.record.problem()
@@ -271,7 +275,7 @@ class Ranks:
             self.newest = step
 
     def write_samples(self) -> None:
-        """Log the sample ids of each step since the last call in the order of the batch.
+        """Log the sample ids of each step since the last call, in batch order.
 
         All ranks must call this method.
         """

@@ -10,7 +10,7 @@ that start (without `argv` and `defaults`), and the following keys:
     per_device_batch_size, accumulation_steps, steps_per_epoch, cropped
 
 If an earlier version of the code trained the run before the first recorded start, the first line is created
-from the manifest of the checkpoint and does not contain `step`.
+from the checkpoint's manifest and does not contain `step`.
 """
 
 import json
@@ -27,13 +27,13 @@ from onecurve.system.files import open_to_append, read_lines, typed_values
 STARTS = "starts.jsonl"
 # Keys in `changed` that indicate different evaluation images
 CONTENT, CROPPED = "content of the data", "cropped images"
-LEFT_OUT = ("argv", "defaults")  # Keys of recipe.json that starts.jsonl does not contain
+LEFT_OUT = ("argv", "defaults")  # Keys of recipe.json that are omitted from starts.jsonl
 MOST_IN_TURN = 4  # Maximum number of values that in_turn() lists
 
 
 @dataclass(frozen=True)
 class Start:
-    """Start of a run. The final result includes the steps first + 1 to last of this start."""
+    """Start of a run. The final result includes this start's steps first + 1 to last."""
 
     about: dict[str, Any]  # Line of starts.jsonl
     first: int
@@ -78,7 +78,8 @@ def add_start(
 def changes(manifest: dict[str, Any], start: StartLine, paths: Collection[str]) -> dict[str, list[Any]]:
     """Return the flags that differ between a checkpoint and a start, as {name: [before, now]}."""
     recorded_flags = manifest.get("recipe", {})
-    current_flags = json.loads(json.dumps(start["recipe"]))  # Converts each value to its type in a manifest
+    # Converts each value to the type it has in a manifest
+    current_flags = json.loads(json.dumps(start["recipe"]))
     changed: dict[str, list[Any]] = {}
     for name, before in recorded_flags.items():
         now = current_flags.get(name, before)
@@ -102,7 +103,7 @@ def comparable(value: Any, is_path: bool) -> Any:
 
 
 def in_order(lines: Sequence[dict[str, Any]], last_step: int) -> list[Start]:
-    """Return the starts with the steps that the result includes. `last_step` is the last step of the run."""
+    """Return each start with its steps that the result includes. `last_step` is the run's last step."""
     first_steps = [line.get("step", 0) for line in lines]
     starts = []
     for index, line in enumerate(lines):

@@ -1,4 +1,4 @@
-"""Tracks the progress of a run in memory and in the state.json of each checkpoint."""
+"""Tracks a run's progress in memory and in each checkpoint's state.json."""
 
 import dataclasses
 import typing
@@ -17,19 +17,18 @@ class RunState:
     """State of a run after `step` optimizer steps. The defaults describe a run before the first step.
 
     In memory, `wall_s` and `spent_s` include only the time of earlier processes. The fields from `losses`
-    onwards are not updated after the start of this process. at_save() fills in the current values of these
-    fields.
+    onwards are not updated after this process starts. at_save() fills in their current values.
     """
 
     step: int = 0
-    evaluated: bool = False  # True if the weights of this step have been evaluated
+    evaluated: bool = False  # True if this step's weights have been evaluated
     best: dict[str, float] = field(default_factory=dict)  # Metrics and step of the best evaluation
     last: dict[str, float] = field(default_factory=dict)  # Metrics of the last evaluation
     logged_step: int = 0  # Step of the last training loss in metrics.jsonl
     train_s: float = 0.0  # Seconds spent on training steps
-    wall_s: float = 0.0  # Seconds of all starts, without the time between starts
+    wall_s: float = 0.0  # Duration of all starts in seconds, without the time between starts
     # Files from earlier versions do not contain the next four fields.
-    spent_s: dict[str, float] | None = None  # Seconds of wall_s by phase
+    spent_s: dict[str, float] | None = None  # Seconds in wall_s for each phase
     bad_images: list[int] = field(default_factory=list)  # Ids of skipped samples
     stale: int = 0  # Number of evaluations since the best evaluation
     stopped: bool = False  # True if the script ends the run before the last step
@@ -74,7 +73,7 @@ class RunState:
         return {name: value for name, value in fields if value is not None or name == "loss_scale"}
 
     def at_save(self, **filled: Any) -> Self:
-        """Return a copy of the state with current times and with the given values of other fields."""
+        """Return a copy of the state with current times and the given values for other fields."""
         reset = {"wandb_id": None, "wandb_url": None}  # These ids belong to an earlier process
         times: dict[str, Any] = {"wall_s": self.wall_now_s(), "spent_s": self.spent_now_s()}
         return dataclasses.replace(self, **times | reset | filled)
@@ -85,11 +84,11 @@ class RunState:
         return {name: content[name] for name in ("optimizer", "loss_scale") if name in content}
 
     def wall_now_s(self) -> float:
-        """Return the seconds of all starts, which include imports but not the time between starts."""
+        """Return the duration of all starts in seconds, including imports but not the time between starts."""
         return self.wall_s + own_age_s()
 
     def spent_now_s(self) -> dict[str, float]:
-        """Return the seconds of wall_now_s() by phase, for example `training`.
+        """Return the seconds that wall_now_s() includes for each phase, such as `training`.
 
         See onecurve/system/phase.py.
         """
@@ -102,7 +101,7 @@ class RunState:
         self.step, self.evaluated = step, False
 
     def add_evaluation(self, step: int, metrics: dict[str, float], by: str = "accuracy") -> None:
-        """Record an evaluation, and check if it is the best evaluation according to score(metrics, by)."""
+        """Record an evaluation, and check whether it is the best one according to score(metrics, by)."""
         self.last, self.evaluated = metrics, True
         self.stale += 1
         if not self.best or score(metrics, by) > score(self.best, by):

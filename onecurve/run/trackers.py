@@ -48,7 +48,7 @@ class Trackers:
             # Runs in different folders may have the same folder name.
             name = f"{folder.name}-{hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:8]}"
             run_options = {"name": name, "resume": "allow", "embed": False}
-            # The telemetry of the run already contains the measurements of the CPU and the GPUs.
+            # The run's telemetry already contains the CPU and GPU measurements.
             no_measurements = {"auto_log_cpu": False, "auto_log_gpu": False}
             self.started.append(_Trackio(recipe_file["script"], **run_options, **no_measurements))
             self.started[-1].start()
@@ -102,7 +102,7 @@ def _without_full_disks(args: threading.ExceptHookArgs) -> None:
 
 
 class _TensorBoard(TensorBoardTracker):
-    """TensorBoard tracker that stores hyperparameters in the TensorBoard run of the curves.
+    """TensorBoard tracker that stores hyperparameters in the same TensorBoard run as the curves.
 
     Accelerate's tracker would create a second TensorBoard run, because it uses torch's add_hparams
     (pytorch/pytorch#32651).
@@ -111,7 +111,7 @@ class _TensorBoard(TensorBoardTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         from torch.utils.tensorboard.summary import hparams
 
-        # Next to the hyperparameters, TensorBoard shows the last values of the curves in HEADLINES.
+        # Next to the hyperparameters, TensorBoard shows the last value of each curve in HEADLINES.
         *start, self.success = hparams(values, dict.fromkeys(HEADLINES, 0.0))
         for summary in start:
             self.writer.file_writer.add_summary(summary)
@@ -138,7 +138,7 @@ class _Trackio(TrackioTracker):
 class _WandB(WandBTracker):
     """W&B tracker that uses the optimizer step as the horizontal axis of all curves.
 
-    The built-in step counter of W&B does not accept the same step twice. The first error is logged and ends
+    W&B's built-in step counter does not accept the same step twice. The first error is logged and ends
     logging to W&B, but does not end training.
     """
 
@@ -172,8 +172,8 @@ class _WandB(WandBTracker):
 def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB | None:
     """Start or resume a W&B run. Return None if W&B is disabled.
 
-    The W&B run is offline if no API key is configured, or if no server accepts the run. Environment variables
-    of W&B override the names of the run and the project. docs/launching.md lists some of these variables.
+    The W&B run is offline if no API key is configured, or if no server accepts the run. W&B's environment
+    variables override the run and project names. docs/launching.md lists some of these variables.
     """
     # W&B's error reports would wait for an unavailable server at the end of the run.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")

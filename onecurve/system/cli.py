@@ -17,12 +17,12 @@ from onecurve.system.env import rank, report
 from onecurve.system.paths import ROOT
 from onecurve.system.text import message_text
 
-# An empty path must never be interpreted as the working folder or the root of the file system.
+# An empty path must never be interpreted as the working folder or the file system root.
 EMPTY = "is empty. Check that the shell variable for this value is set."
 
 
 def run_command(main: Callable[[], int]) -> int:
-    """Call the main() function of a command and return the exit status of the command.
+    """Call a command's main() function and return the command's exit status.
 
     After a ValueError or OSError, this function prints a one-line message and returns 1. After Ctrl-C, the
     exit status is 130.
@@ -56,7 +56,7 @@ def _is_pipe_closed() -> bool:
     If the pipe is closed, also discard all later output.
     """
     with contextlib.suppress(OSError):  # raised if stdout has no file descriptor
-        (poll := select.poll()).register(sys.stdout, 0)  # reports a closed pipe even with an empty mask
+        (poll := select.poll()).register(sys.stdout, 0)  # reports a closed pipe even with an empty event mask
         if poll.poll(0):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return True
@@ -122,7 +122,7 @@ def add_help_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def say_loading() -> None:
-    """Print "loading PyTorch" on rank 0 before the import of torch, which takes seconds."""
+    """Print "loading PyTorch" on rank 0 before importing torch, which takes seconds."""
     if rank() == 0:
         print("loading PyTorch", file=sys.stderr, flush=True)
 
@@ -143,11 +143,11 @@ def check_positive(parser: argparse.ArgumentParser, flags: argparse.Namespace, *
 
 
 def settle_environment() -> None:
-    """Set the umask and the environment variables of a command.
+    """Set a command's umask and environment variables.
 
-    Other users can't write to the files that this process creates. The group's permissions follow the user's
-    umask, because groups share weights. This function removes a notebook kernel's matplotlib backend from the
-    environment, because matplotlib can't use this backend outside the notebook.
+    Other users can't write to files created by this process. The group's permissions follow the user's umask,
+    because users in a group share weights. This function removes a notebook kernel's matplotlib backend from
+    the environment, because matplotlib can't use this backend outside the notebook.
     """
     os.umask(os.umask(0o077) | 0o002)
     os.environ.pop("MPLBACKEND", None)
@@ -160,7 +160,7 @@ def tell_launchers(message: str) -> None:
 
 
 def tell_torchrun(message: str) -> None:
-    """Write the message that torchrun prints when torchrun reports the failure of this process."""
+    """Write the message that torchrun prints when it reports this process's failure."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         failure = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError):

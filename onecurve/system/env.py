@@ -15,14 +15,15 @@ from onecurve.system.text import redacted
 from onecurve.upstream.packages_ import use_hub_offline
 
 PREEMPTED = 75  # exit status of a preempted process, which is EX_TEMPFAIL ("try again later") in sysexits.h
-# Variables that launch.py sets in an elastic job. JOB is the name of the job, which is the same in all
-# rounds. ROUND is the number of the round, starting at 1. MOST_HOSTS is the number of hosts, including absent
-# hosts. PER_DEVICE is the size of a micro-batch.
+# Variables that launch.py sets in an elastic job. JOB is the job's name, which is the same in all rounds.
+# ROUND is the round number, starting at 1. MOST_HOSTS is the number of hosts, including absent hosts.
+# PER_DEVICE is the micro-batch size.
 JOB, ROUND = "LAUNCH_JOB", "LAUNCH_ROUND"
 MOST_HOSTS, PER_DEVICE = "LAUNCH_MOST_HOSTS", "LAUNCH_PER_DEVICE_BATCH_SIZE"
 # Variable set by launch.py's agent: path of a JSON-lines file to which the processes on a host append events
 EVENTS_FILE = "LAUNCH_EVENTS_FILE"
-# Index of the process on its host. Set if each process sees only one GPU, so that LOCAL_RANK is always 0.
+# Index of the process on its host. Set if each process sees only one GPU, which makes LOCAL_RANK 0 in all
+# processes.
 LOCAL_NUMBER = "LOCAL_NUMBER"
 PROCESSES = "LAUNCH_PROCESSES"  # variable set by launch.py: number of processes in the job
 
@@ -48,7 +49,7 @@ def world_size() -> int:
 def local_rank() -> int:
     """Return the index of this process among the processes on this host.
 
-    `torchrun --virtual-local-rank` makes only one GPU visible to each process and sets LOCAL_RANK to 0. Under
+    `torchrun --virtual-local-rank` makes only one GPU visible to each process and sets LOCAL_RANK to 0. With
     this flag, the index is computed from the rank.
     """
     size, hosts = processes_per_host(), int(os.environ.get("GROUP_WORLD_SIZE", "0"))
@@ -74,7 +75,7 @@ def processes_per_host() -> int:
 
 
 def job_round() -> tuple[str | None, int]:
-    """Return the name and the round number of an elastic job, or (None, 0) if the job is not elastic.
+    """Return an elastic job's name and round number, or (None, 0) if the job is not elastic.
 
     When a round begins, all earlier rounds of the job have ended. The variables of torchrun can't replace the
     round number. Each agent counts TORCHELASTIC_RESTART_COUNT separately, the count does not change when
@@ -98,7 +99,7 @@ def report(event: str, **facts: Any) -> None:
 
 
 class EventReader:
-    """Reader of the events that the processes on a host append to a file."""
+    """Reader for the events that a host's processes append to a file."""
 
     def __init__(self, file: Path):
         self.file = file
@@ -123,10 +124,10 @@ class EventReader:
 
 
 def hub_problem() -> str:
-    """Return the reason why the Hugging Face Hub is unreachable, or an empty string if the hub is reachable.
+    """Return the reason why the Hugging Face Hub is unreachable, or an empty string if it is reachable.
 
-    If the hub is unreachable, switch the hub client to offline mode, so that the client uses cached files
-    instead of requesting each file five times.
+    If the Hub is unreachable, switch the Hub client to offline mode, so that it uses cached files instead of
+    requesting each file five times.
     """
     from huggingface_hub import constants, get_session
 

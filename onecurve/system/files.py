@@ -30,7 +30,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 READ_BYTES = 16 * 2**20
-# Error numbers of network file systems after which a read is retried
+# Error numbers from network file systems for which a read is retried
 TRANSIENT = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN)
 ATTEMPTS = 4  # maximum number of attempts for a read, and for an S3 request
 BACKOFF_S = 0.4  # seconds before the second attempt; the wait grows linearly with the number of attempts
@@ -41,7 +41,7 @@ Kind = Any
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the list of file names in a folder, is on disk (fsync).
+    """Wait until a file, or a folder's list of file names, is on disk (fsync).
 
     Log a warning once if the file system can't sync a folder, such as old CIFS, vboxsf and some FUSE file
     systems.
@@ -103,7 +103,7 @@ def first_retry() -> str:
 
 @retried
 def sha256_of(path: Path, heartbeat: Callable[[], None] = lambda: None) -> str:
-    """Return the SHA-256 of a file as hex digits. Call heartbeat() after each READ_BYTES bytes."""
+    """Return the SHA-256 of a file as hex digits. Call heartbeat() after every READ_BYTES bytes."""
     digest = hashlib.sha256()
     check_regular(path)
     with open(path, "rb") as file:
@@ -160,7 +160,7 @@ def open_to_append(path: Path) -> BinaryIO:
 
 
 def discard(path: Path) -> None:
-    """Remove a folder and its content, a file, or a link without its target. Ignore missing paths."""
+    """Remove a file, a folder and its content, or a link but not its target. Ignore missing paths."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -177,14 +177,14 @@ def try_lock(descriptor: int, mode: int = fcntl.LOCK_EX) -> bool:
 
 
 def free_space(folder: Path, error: OSError) -> str:
-    """Return a text about the free space on a folder's disk, such as `12 MiB are free`, or about a quota."""
+    """Describe the free space on a folder's disk, such as `12 MiB are free`, or an exhausted quota."""
     if error.errno == errno.EDQUOT:
         return "the user, group or project quota is exhausted, even if the disk has free space"
     return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free"
 
 
 def not_written(subject: str, folder: Path, error: OSError) -> ValueError:
-    """Return an error that explains the cause and the remedy after `subject` could not be written."""
+    """Return an error that explains why `subject` could not be written, and states the remedy."""
     advice = "Make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Correct the problem"
     return ValueError(
         f"{subject} can't be written to {folder}: {error.strerror or error} ({free_space(folder, error)})."
@@ -299,7 +299,7 @@ def parse_json(content: bytes | str, where: object, pairs_hook: Any = None) -> d
     Args:
         content: JSON text, in UTF-8 if it is bytes.
         where: Name of the source for error messages.
-        pairs_hook: Function for the argument `object_pairs_hook` of json.loads.
+        pairs_hook: Function for json.loads's `object_pairs_hook` argument.
 
     Raises:
         ValueError: If the content is not a JSON object, is not UTF-8, is nested too deeply, or contains a
@@ -398,7 +398,7 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def json_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects in a JSON-lines file. Skip lines that a kill or a full disk truncated."""
+    """Yield the objects in a JSON-lines file. Skip lines truncated by a kill or a full disk."""
     check_regular(file)
     with open(file, errors="replace") as stream:
         for line in stream:
@@ -407,7 +407,7 @@ def json_lines(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def typed_values(content: dict[str, Any], kinds: dict[str, Kind]) -> tuple[dict[str, Any], list[str]]:
-    """Split a JSON object into the values that match `kinds`, and the names of the values that do not match.
+    """Split a JSON object into the values that match `kinds`, and the names of the values that do not.
 
     Unknown keys and null values are in neither result.
     """

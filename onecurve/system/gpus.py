@@ -21,7 +21,8 @@ class Devices(NamedTuple):
 
     driver: str | None = None
     driver_cuda: tuple[int, int] | None = None  # (major, minor) of the newest CUDA that the driver supports
-    gpus: tuple[dict[str, Any], ...] = ()  # facts about each GPU in PCI bus order; unknown facts are None
+    # properties of each GPU in PCI bus order; unknown properties are None
+    gpus: tuple[dict[str, Any], ...] = ()
     # Reason why NVML can't list the GPUs. None if NVML lists the GPUs, or if the host has no driver.
     problem: str | None = None
 
@@ -81,7 +82,7 @@ def _process_name(pid: int) -> str:
 
 
 def _can_read(pynvml: Any, gpu: Any, peer: Any) -> bool:
-    """Return True if a GPU can directly read the memory of a peer GPU."""
+    """Return True if a GPU can directly read a peer GPU's memory."""
     status = _query(pynvml, pynvml.nvmlDeviceGetP2PStatus, gpu, peer, pynvml.NVML_P2P_CAPS_INDEX_READ)
     return status == pynvml.NVML_P2P_STATUS_OK
 
@@ -100,7 +101,7 @@ def torch_cuda() -> str | None:
 
 
 def driver_problem(devices: Devices, cuda: str | None) -> str | None:
-    """Return the reason why torch for a CUDA version can't use the host's GPUs, or None without a problem."""
+    """Return the reason why torch for a CUDA version can't use the host's GPUs, or None if it can."""
     if devices.problem:
         return f"the NVIDIA driver does not respond ({devices.problem})"
     if not devices.gpus:
@@ -116,7 +117,7 @@ def driver_problem(devices: Devices, cuda: str | None) -> str | None:
 
 
 def needed_driver(cuda: str) -> str:
-    """Return a text about the driver that a CUDA version requires, such as `driver 580 or newer`."""
+    """Describe the driver required by a CUDA version, for example as `driver 580 or newer`."""
     version = LEAST_DRIVER.get(int(cuda.split(".")[0]))
     return f"driver {version} or newer" if version else "a newer driver"
 
@@ -124,7 +125,8 @@ def needed_driver(cuda: str) -> str:
 def visible_devices(numbers: Sequence[int]) -> dict[str, str]:
     """Return environment variables that select some of this host's GPUs.
 
-    GPUs are numbered as in nvidia-smi and the hostfile. By default, CUDA assigns number 0 to the fastest GPU.
+    GPU indices are the same as in nvidia-smi and the hostfile. By default, CUDA assigns index 0 to the
+    fastest GPU.
     """
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, numbers))}
 

@@ -16,7 +16,7 @@ def python_command(*words: object) -> str:
 
 
 def shortest(path: Path | str) -> str:
-    """Return a path relative to the working folder if the path is in this folder, otherwise unchanged."""
+    """Return a path relative to the working folder if the path is in it, otherwise unchanged."""
     return os.fspath(path).removeprefix(f"{os.getcwd()}{os.sep}")
 
 

@@ -1,7 +1,7 @@
 """Records the current phase and step of this process, and the time spent in each part of a run.
 
-The times of all parts add up to the lifetime of the process. A call of enter() takes less than a microsecond.
-The phase is a label that may be more detailed than the part.
+The times of all parts add up to the process's uptime. A call of enter() takes less than a microsecond. The
+phase is a label that may be more detailed than the part.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from onecurve.system.processes import own_age_s
 
 STARTING, TRAINING, READING, EVALUATION = "starting", "training", "reading data", "evaluation"
 SAVING, ENDING = "saving", "ending"
-# Names of additional parts at the start and at the end of a run
+# Names of additional parts at the start and end of a run
 IMPORTS, GROUP, CUDA = "imports", "process group", "CUDA"
 DATA, MODEL = "opening the data", "building the model"
 WARM_UP, CAPTURE = "warm-up of the graphs", "capture of the graphs"
@@ -22,14 +22,14 @@ FIRST_EVALUATION, PLOTS = "first evaluation", "plots"
 
 @dataclass
 class Replay:
-    """Replay of a step's CUDA graph that the watch observes.
+    """Replay of a step's CUDA graph, observed by watch.py.
 
-    The watch observes at most one replay at a time.
+    At most one replay is observed at a time.
     """
 
     number: int  # index of this replay among all replays in this process
     since: float = field(default_factory=time.time)
-    launched: int = 0  # number of the newest replay that the host has launched
+    launched: int = 0  # index of the newest replay that the host has launched
     ended: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class _Now:
         self.since, self.part, self.phase = now_s, part, phase or part
 
     def spent_s(self) -> dict[str, float]:
-        """Return the seconds spent in each part. The values add up to the age of the process."""
+        """Return the seconds spent in each part. The times add up to the process's uptime."""
         elapsed_s = own_age_s() if self.since is None else time.perf_counter() - self.since
         return self.past_s | {self.part: self.past_s.get(self.part, 0.0) + elapsed_s}
 
@@ -81,7 +81,7 @@ def in_phase(phase: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def spending(part: str) -> Iterator[None]:
-    """Count the time spent in the context as part of `part`."""
+    """Attribute the time spent in the context to `part`."""
     previous_part, previous_phase = now.part, now.phase
     now.enter(part)
     try:

@@ -23,7 +23,7 @@ LAUNCHERS = ("accelerate", "accelerate-launch", "deepspeed", "torchrun", "launch
 LAUNCHER_MODULES = ("accelerate.commands.", "deepspeed.launcher.", "torch.distributed.")
 # Environment variables that launchers set and that users rarely set
 SET_BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND", "CROSS_RANK")
-NO_MEMORY = (  # parts of error messages about exhausted memory
+NO_MEMORY = (  # substrings of out-of-memory messages
     "out of memory",  # torch and CUDA
     "ALLOC_FAILED",  # cuBLAS and cuDNN 8
     "ALLOCATION_FAILED",  # cuDNN 9, for device or host memory
@@ -35,7 +35,7 @@ NO_MEMORY = (  # parts of error messages about exhausted memory
     "Storage size calculation overflowed",  # torch, if the number of bytes exceeds 64 bits
     "could not create a primitive",  # oneDNN
 )
-# Parts of messages from other allocators, which indicate exhausted memory only in a process with a memory
+# Substrings of messages from other allocators. They indicate exhausted memory only in a process with a memory
 # limit
 NO_MEMORY_WHERE_LIMITED = (
     "MemoryError",
@@ -50,7 +50,7 @@ NO_MEMORY_WHERE_LIMITED = (
 
 
 class Parent(NamedTuple):
-    """Ancestor of this process and the command line of the ancestor."""
+    """Ancestor of this process, with its command line."""
 
     process: psutil.Process
     words: list[str]  # command line, or [""] if the command line is hidden
@@ -81,10 +81,10 @@ def parents() -> list[Parent]:
 
 
 def launchers() -> list[psutil.Process]:
-    """Return the launchers among the ancestors of this process.
+    """Return the launchers among this process's ancestors.
 
-    Shells and tests are excluded because shells and tests may end earlier than the launcher. The `deepspeed`
-    command runs two launcher processes.
+    Shells and tests are excluded because they may end earlier than the launcher. The `deepspeed` command runs
+    two launcher processes.
     """
     return [parent.process for parent in takewhile(lambda parent: parent.launcher(within=4), parents())]
 
@@ -93,8 +93,8 @@ def is_orphan() -> bool:
     """Return True if the launcher died while this process imported modules.
 
     A process is an orphan if the launcher's environment variables are set but the launcher is not running. In
-    a container without an init process, a running launcher is process 1. This function recognizes a launcher
-    by the command line, because torchrun renames its main thread.
+    a container without an init process, a running launcher is PID 1. This function recognizes a launcher by
+    the command line, because torchrun renames its main thread.
     """
     parent, command_line = parents()[0]  # parents() may have run before or after the launcher died
     is_launcher = parent.pid == 1 and Path(command_line[0]).name.startswith(("python", "bash", "sh"))
@@ -104,9 +104,9 @@ def is_orphan() -> bool:
 def deaf_launcher() -> str | None:
     """Return a warning if SIGTERM to this container would not save a checkpoint, otherwise None.
 
-    The kernel does not deliver a signal to process 1 of a container if this process has no handler for the
-    signal. `deepspeed`, and `accelerate launch` with one process, do not handle SIGTERM. Outside of a
-    container, the result is always None.
+    The kernel does not deliver a signal to a container's PID 1 if PID 1 has no handler for the signal.
+    `deepspeed`, and `accelerate launch` with one process, do not handle SIGTERM. Outside of a container, the
+    result is always None.
     """
     if not any(process.pid == 1 for process in launchers()):
         return None
@@ -152,7 +152,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def is_running(pid: int, ticks: int | None) -> bool:
-    """Return True if the process with this pid and start_ticks() is running.
+    """Return True if the process with this PID and start_ticks() is running.
 
     Zombies do not count as running.
     """
@@ -168,7 +168,7 @@ def _stat_fields(pid: int) -> list[bytes]:
 
 
 def own_age_s() -> float:
-    """Return the number of seconds since this process started, including the time of all imports."""
+    """Return this process's uptime in seconds, including the time spent on imports."""
     started_s = int(_stat_fields(os.getpid())[19]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
 
@@ -197,7 +197,8 @@ def _cpu_quotas(groups: Path, root: Path) -> Iterator[float]:
         for path in (Path(group), *Path(group).parents):
             folder = root / ("cpu" if is_v1 else "") / str(path).lstrip("/")
             file_names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_v1 else ("cpu.max",)
-            with contextlib.suppress(OSError):  # inside a container, the root is the group of the container
+            # inside a container, the root is the container's control group
+            with contextlib.suppress(OSError):
                 quota, period = " ".join((folder / file_name).read_text() for file_name in file_names).split()
                 if quota not in ("max", "-1"):
                     yield int(quota) / int(period)
@@ -209,15 +210,12 @@ def end_with_parent() -> None:
 
 
 def adopt_orphans(adopt: bool = True) -> None:
-    """Make this process the parent of orphaned descendants, so that this process can find the orphans."""
+    """Make this process the parent of orphaned descendants, so that it can find them."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
 def running_descendants(but: Collection[int] = ()) -> list[psutil.Process]:
-    """Return all running descendants of this process, except the pids in `but`.
-
-    Reap zombies that were adopted.
-    """
+    """Return all running descendants of this process, except the PIDs in `but`. Reap adopted zombies."""
     descendants = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error, ChildProcessError):
@@ -238,7 +236,7 @@ def kill(processes: Collection[psutil.Process]) -> None:
 
 
 def says_out_of_memory(text: str, is_limited: bool = False) -> bool:
-    """Return True if an error message or the output of a failed process reports exhausted memory.
+    """Return True if an error message or a failed process's output reports that memory ran out.
 
     Args:
         text: Error message or output.
@@ -314,7 +312,7 @@ def own_addresses() -> set[str]:
 
 
 def listening_process(port: int) -> str:
-    """Return a text about the process that listens on a port, such as ` by process 12, python x.py`.
+    """Describe the process that listens on a port, for example as ` by process 12, python x.py`.
 
     The text is empty if the operating system hides the process.
     """

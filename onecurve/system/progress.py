@@ -93,7 +93,7 @@ class TrainingProgress:
             self.display.show(text if self.display.bar else activity or position, self.step)
 
     def show(self, step: int, epoch: float, values: dict[str, float]) -> None:
-        """Print metrics as a line. A terminal with a bar shows only the lines of evaluations."""
+        """Print metrics as a line. A terminal with a bar shows only evaluation lines."""
         self.step, self.values = step, self.values | values
         position = f"epoch {math.ceil(epoch)}/{self.epochs}  step {step:,}/{self.steps:,}"
         if not self.display.bar:

@@ -27,10 +27,10 @@ if TYPE_CHECKING:  # at runtime, functions import botocore lazily because the im
 
 # An operation without a response ends within 102 s, after ATTEMPTS requests and botocore's waits between
 # requests.
-CONNECT_S = 5  # timeout in seconds for a connection to each address of the endpoint
+CONNECT_S = 5  # timeout in seconds for a connection to each of the endpoint's addresses
 READ_S = 15  # timeout in seconds without data from the store
 PROBE_S = 20  # timeout of probe() in seconds
-PART_BYTES = 16 * 2**20  # size of the parts of a transfer; smaller files are uploaded in one request
+PART_BYTES = 16 * 2**20  # part size of a multipart transfer; smaller files are uploaded in one request
 FIRST_BYTES = 2**18  # size of the first piece of a stream, because readers often need only the beginning
 STREAMS = 4  # number of connections for one upload or download
 
@@ -80,16 +80,16 @@ class ObjectStore:
         self._prefix = f"{prefix}/" if prefix else ""
         self._conditional = True  # False after the store has refused a conditional write
         self._has_checksums = False  # True after the store has required a checksum
-        self._endpoint = "the store"  # the address of the endpoint once a client exists
-        # Clients by pid, because forked processes must not share connections
+        self._endpoint = "the store"  # endpoint address, set once a client exists
+        # Clients by PID, because forked processes must not share connections
         self._clients: dict[int, BaseClient] = {}
         self._secrets: tuple[str, ...] = ()  # credentials of the newest client
 
     def probe(self) -> None:
         """Test the store by writing, listing, reading and deleting a small object within PROBE_S seconds.
 
-        This method logs a warning if the store does not support conditional writes, or if the store ignores
-        the condition of a conditional write.
+        This method logs a warning if the store does not support conditional writes, or if it ignores the
+        condition of such a write.
         """
         end_s = time.monotonic() + PROBE_S
 
@@ -144,7 +144,7 @@ class ObjectStore:
             self._put_object(Body=content, **self._location(key))
 
     def _put_object(self, **request: Any) -> None:
-        """Write an object, with a checksum if the store requires checksums (for example for retention)."""
+        """Write an object, with a checksum if the store requires one (for example for object retention)."""
         try:
             self._client().put_object(**request)
         except Exception as error:
@@ -153,10 +153,7 @@ class ObjectStore:
             self._client().put_object(**request)
 
     def _begins_checksums(self, error: Exception) -> bool:
-        """Return True if the error means that the store requires checksums.
-
-        Later requests include checksums.
-        """
+        """Return True if the error means that the store requires checksums. Later requests include them."""
         code, status, message = _response_facts(error)
         if self._has_checksums or status != 400 or not re.search("md5|checksum|digest", code + message, re.I):
             return False
@@ -171,7 +168,7 @@ class ObjectStore:
         The content should be unique to the writer, for example a random id. If botocore repeats a request
         because the response was lost, this method compares the content to find out whether the first request
         created the object. On a store without conditional writes, this method checks whether the object
-        exists, writes the object, and logs a warning once.
+        exists, writes it, and logs a warning once.
         """
         for attempt in range(ATTEMPTS if self._conditional else 0):
             time.sleep(BACKOFF_S * attempt)
@@ -201,7 +198,7 @@ class ObjectStore:
         self._conditional = False
 
     def upload(self, path: Path, key: str) -> None:
-        """Upload a file. Files larger than PART_BYTES are uploaded in parts.
+        """Upload a file. Files larger than PART_BYTES are sent as multipart uploads.
 
         After a failed upload, the uploaded parts are removed from the store unless the store is unreachable.
 
@@ -224,9 +221,9 @@ class ObjectStore:
                         manager.upload(str(path), *self._location(key).values()).result()
                     return
                 except client.exceptions.ClientError as error:
-                    # After NoSuchUpload, the stored object may be this file or an older version of this file.
-                    # The error means that the response to the last request was lost, and that the repeated
-                    # request found no upload to complete.
+                    # After NoSuchUpload, the stored object may be this file or an older version of it.
+                    # The error means that the last request's response was lost, and that the repeated request
+                    # found no upload to complete.
                     is_lost = isinstance(error, client.exceptions.NoSuchUpload) and attempt == 0
                     if not (is_lost or self._begins_checksums(error)):
                         raise
@@ -238,7 +235,7 @@ class ObjectStore:
             key: Key of the object.
             path: Path of the new file.
             size: Expected size of the object in bytes.
-            heartbeat: Function that the calling thread calls at least every second. An exception in this
+            heartbeat: Function called at least every second in the calling thread. An exception in this
                 function ends the download.
 
         Raises:
@@ -280,8 +277,7 @@ class ObjectStore:
 
         Up to STREAMS pieces are prefetched, and each piece is requested up to ATTEMPTS times.
         """
-        # Don't use s3transfer, because s3transfer can't yield bytes and repeats botocore's retries five
-        # times.
+        # Don't use s3transfer, because it can't yield bytes and repeats botocore's retries five times.
         pending: deque[Future[bytes]] = deque()
         starts = [start, *range(start + FIRST_BYTES, size, PART_BYTES)] if start < size else []
         for index, (begin, end) in enumerate(zip(starts, [*starts[1:], size], strict=False)):
@@ -324,7 +320,7 @@ class ObjectStore:
                 self._client().delete_object(**self._location(key))
 
     def _location(self, key: str) -> dict[str, str]:
-        """Return boto3's arguments that identify an object.
+        """Return the boto3 arguments that identify an object.
 
         Raise StoreError if the key is a folder or unsafe.
         """
@@ -336,7 +332,7 @@ class ObjectStore:
         return {"Bucket": self._bucket, "Key": self._prefix + key}
 
     def _client(self) -> "BaseClient":
-        """Return the client of this process. If two threads each create a client, only one client is kept."""
+        """Return this process's client. If two threads each create a client, only one is kept."""
         client = self._clients.get(os.getpid())
         if client is None:
             client, self._secrets = _connect(self._has_checksums)
@@ -369,9 +365,9 @@ def _is_plain(key: str) -> bool:
 
 
 def _connect(has_checksums: bool) -> tuple["BaseClient", tuple[str, ...]]:
-    """Return a client and the credentials of the client.
+    """Return a client and its credentials.
 
-    The client uses a new session, so that processes do not share connections. Environment variables of boto3
+    The client uses a new session, so that processes do not share connections. boto3's environment variables
     override the defaults in this function.
     """
     import boto3
@@ -417,7 +413,7 @@ def _response_facts(error: Exception) -> tuple[str, int, str]:
 
 
 def _explain(error: Exception, endpoint: str, secrets_: Iterable[str]) -> str:
-    """Return a text about the store's response or about the lost connection, followed by the remedy."""
+    """Describe the store's response or the lost connection, and append the remedy."""
     import yaml
     from botocore import exceptions as boto_errors
     from urllib3.exceptions import HTTPError

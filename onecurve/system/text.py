@@ -18,7 +18,7 @@ _CREDENTIALS = [  # regular expressions that match credentials, and replacement 
     (re.compile(r"(authorization[\"']?\s*[:=]\s*).*", re.I), rf"\1{_HIDDEN}"),
     (re.compile(r"\?\S+"), f"?{_HIDDEN}"),  # query string of a URL
     (re.compile(r"(://)[^/\s@]+@"), rf"\1{_HIDDEN}@"),  # user name and password in a URL
-    # Access key ids, signatures and tokens after the name of the credential
+    # Access key ids, signatures and tokens after the credential's name
     (
         re.compile(
             r"((?:signature|credential|token|access-?key-?id|secret\w*|password)[\"']?\s*[:=]\s*)[^\s;]+",

@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 def lower_priority() -> None:
-    """Limit the calling thread, and threads that this thread starts, to CPU time that training does not use.
+    """Limit the calling thread, and the threads it spawns, to CPU time that training does not use.
 
     On Linux, each thread has a separate priority. With ViT-B/32 on 2 cores, a training step during a write at
     low priority takes 1.0 to 1.3 times as long as a step without a write. A step during a write at normal

@@ -59,7 +59,7 @@ def flops_per_image(build: Callable[[], nn.Module], size: int) -> float:
     """Count the operations in a forward and backward pass for one image of size x size pixels.
 
     `build` is a function that returns the model. The function runs on the meta device, so no memory is
-    allocated for weights, and no operations are computed.
+    allocated for weights, and no operations are executed.
     """
     with torch.device("meta"):
         model, images = build(), torch.zeros(2, 3, size, size)
@@ -70,7 +70,7 @@ def flops_per_image(build: Callable[[], nn.Module], size: int) -> float:
 
 @dataclass(frozen=True)
 class Utilisation:
-    """Numbers from which the MFU of a run is computed. Both numbers are stored in result.json."""
+    """Model FLOPs and peak performance from which a run's MFU is computed. result.json stores both."""
 
     flops_per_image: float
     peak_flops: float | None  # Sum over the devices of all processes. None if a device is unknown
@@ -81,7 +81,7 @@ class Utilisation:
 
 
 def utilisation(recipe: Recipe, classes: int, devices: list[str], precision: str) -> Utilisation | None:
-    """Return the numbers from which the MFU of the running train script is computed.
+    """Return the FLOPs and the peak performance from which the running train script's MFU is computed.
 
     The function returns None for a script without images or without build_model, and if the image size
     changes during training.

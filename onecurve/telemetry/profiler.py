@@ -15,7 +15,7 @@ from onecurve.system.files import discard, write_text
 from onecurve.system.output import log
 
 STEPS = 3  # Number of profiled steps
-# Name of the subfolder in the run folder, and names of the two files in the subfolder
+# Name of the subfolder in the run folder, and names of its two files
 FOLDER, TRACE, TABLE = "profile", "trace.json.gz", "table.txt"
 ROWS = 50  # Maximum number of operators in the table
 
@@ -44,7 +44,7 @@ def begin_profile(device: torch.device, first: int, steps: Steps, folder: Path |
 
 
 class Profile:
-    """Profile of the optimizer steps first, first + 1 and first + 2, which is written to profile/.
+    """Profile of the optimizer steps first, first + 1 and first + 2, written to profile/.
 
     The caller must call end_step() after each step.
 

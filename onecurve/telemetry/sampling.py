@@ -9,10 +9,10 @@ to the following files:
     nvidia-smi-<host>.txt      the output of `nvidia-smi -q`, if installed, at the start and after half of the
     steps
 
-Only the main process writes files. Samples of the main process's host are written immediately. Samples of
-other hosts are sent with each checkpoint and at the end of the run. If a host is lost, the host's samples
-since the last checkpoint are also lost. If a restart repeats steps, the earlier samples of these steps are
-kept. An error is logged once but does not end training.
+Only the main process writes files. Samples of the main process's host are written immediately. Other hosts'
+samples are sent with each checkpoint and at the end of the run. If a host is lost, its samples since the last
+checkpoint are also lost. If a restart repeats steps, the earlier samples of these steps are kept. An error is
+logged once but does not end training.
 """
 
 import json
@@ -79,15 +79,15 @@ def this_process(accelerator: Accelerator) -> ProcessInfo:
 
 @dataclass
 class SampledHost:
-    """Host of the job that the first process on this host samples."""
+    """Host in the job, sampled by the first process on the host."""
 
     name: str  # Unique name that is safe in file names
     first_rank: int
-    gpus: dict[str, str] = field(default_factory=dict)  # {UUID: name} of the GPUs that the job uses
+    gpus: dict[str, str] = field(default_factory=dict)  # {UUID: name} of the GPUs used by the job
 
 
 def sampled_hosts(processes: list[ProcessInfo]) -> list[SampledHost]:
-    """Return the hosts in the order of ranks. Each local rank 0 adds a host, even if host names repeat."""
+    """Return the hosts in rank order. Each local rank 0 adds a host, even if host names repeat."""
     hosts: list[SampledHost] = []
     for rank, process in enumerate(processes):
         if process.local_rank == 0:
@@ -111,7 +111,7 @@ class Telemetry:
         interval_s: Number of seconds between samples. 0 disables sampling.
         step: Function that returns the current training step.
         steps: Number of training steps of the whole run.
-        before_s: Value of the run's wall_s before this process started.
+        before_s: The run's wall_s before this process started.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Telemetry:
             self._complain(str(error))
 
     def means(self) -> dict[str, float]:
-        """Return {`telemetry/<name>`: mean since the last call} for the host of the main process."""
+        """Return {`telemetry/<name>`: mean since the last call} for the main process's host."""
         series: defaultdict[str, list[float]] = defaultdict(list)
         for sample in _drained(self.unlogged):
             sources: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [("", HOST_NUMBERS, sample)]
@@ -234,7 +234,7 @@ class Telemetry:
             self.unlogged.append(line)
 
     def _write_text(self, name: str, text: str) -> None:
-        """Append the text to a file in the run folder, or keep the text for the main process."""
+        """Append the text to a file in the run folder, or keep it for the main process."""
         if not self.folder:
             self.unsent.append((name, text))
             return
@@ -257,7 +257,7 @@ def _drained(queue: deque[Item]) -> list[Item]:
 
 
 class HostMeter:
-    """Meter of a host's utilisation by all processes on the host. Rates are means since the last sample."""
+    """Meter for a host's utilisation by all processes on the host. Rates are means since the last sample."""
 
     def __init__(self) -> None:
         psutil.cpu_percent()  # The first value of cpu_percent() in a thread is meaningless
@@ -268,7 +268,7 @@ class HostMeter:
         return time.monotonic() - self.sampled_at
 
     def sample(self) -> dict[str, float | None]:
-        """Return the utilisation of the host since the last sample."""
+        """Return the host's utilisation since the last sample."""
         elapsed_s, totals, memory = self.age_s(), _totals_mib(), psutil.virtual_memory()
         rates = {
             f"{name}_mib_s": total and round(max(0, total - (self.totals[name] or 0)) / elapsed_s, 3)
@@ -336,7 +336,10 @@ class Gpu:
         self.first_mj = self._read_nvml("TotalEnergyConsumption")
 
     def sample(self) -> dict[str, Any]:
-        """Return a sample. `energy_wh` is the increase of the GPU's counter since this object was created."""
+        """Return a sample.
+
+        `energy_wh` is the increase in the GPU's energy counter since this object was created.
+        """
         read = self._read_nvml
         rates, memory, power_mw = map(read, ("UtilizationRates", "MemoryInfo", "PowerUsage"))
         energy_mj, reason_mask = map(read, ("TotalEnergyConsumption", "CurrentClocksEventReasons"))

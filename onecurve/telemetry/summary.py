@@ -1,4 +1,4 @@
-"""Summarizes the telemetry of a host with means, maxima and energy."""
+"""Summarizes a host's telemetry with means, maxima and energy."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -136,7 +136,7 @@ def summarize(file: Path) -> HostSummary:
 
 
 def energy_wh(summaries: list[HostSummary]) -> float | None:
-    """Return the energy of all hosts in Wh, or None without GPUs or without the energy of a host."""
+    """Return all hosts' total energy in Wh, or None if there are no GPUs or a host's energy is unknown."""
     return _total([host["energy_wh"] for host in summaries if host["gpus"]])
 
 

@@ -7,7 +7,7 @@ from typing import Any
 def cache_package_lookups() -> None:
     """Make Accelerate look up each optional package only once per process.
 
-    Otherwise, Accelerate looks up the package of the optimizer LOMO twice in each optimizer step (accelerate
+    Otherwise, Accelerate looks up the LOMO optimizer's package twice in each optimizer step (accelerate
     #2695). Each lookup takes 33 us, because Python searches all folders in sys.path.
     """
     import functools
@@ -72,7 +72,7 @@ def set_backend(backend: str, distributed_type: Any) -> None:
 
 
 def set_device_to_cpu() -> None:
-    """Make Accelerate select the CPU as the device of each process.
+    """Make Accelerate select the CPU as each process's device.
 
     Otherwise, Accelerate selects the GPU with index LOCAL_RANK after a process group has been created.
     """
@@ -101,7 +101,7 @@ def block_names(model: Any) -> tuple[str, ...]:
     """Return the names of the classes that FSDP wraps individually, or () if the model lists no classes.
 
     Accelerate's wrap policy reads the model's attribute `_no_split_modules`, a convention of Transformers.
-    Without this attribute, an FSDP config would have to list the classes of one model, and would fail for all
+    Without this attribute, an FSDP config would have to list one model's classes, and would fail for all
     other models.
     """
     return tuple(getattr(model, "_no_split_modules", None) or ())

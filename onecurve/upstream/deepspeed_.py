@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# DeepSpeed functions that compare numbers between ranks, which is impossible in a fake process group
+# DeepSpeed functions that compare values across ranks, which is impossible in a fake process group
 COMPARISONS = ("assert_ints_same_as_other_ranks", "assert_lst_len_same_as_other_ranks")
 
 
@@ -37,7 +37,7 @@ def allow_fp16_on_cpu() -> None:
 
 
 def import_muon() -> None:
-    """Import DeepSpeed's module for the optimizer Muon without torch.compile.
+    """Import DeepSpeed's module for the Muon optimizer without torch.compile.
 
     DeepSpeed imports this module to check the type of every optimizer. During the import, the module calls
     torch.compile, which takes 5 s in each process.
@@ -88,7 +88,7 @@ def call_at_overflow(zero: Any, report: Callable[[], None]) -> None:
 
 
 def fragment(parameter: Any) -> tuple[int, int, int] | None:
-    """Return the position of this process's fragment of a ZeRO-1 or ZeRO-2 parameter.
+    """Return the position of this process's fragment within a ZeRO-1 or ZeRO-2 parameter.
 
     DeepSpeed's public functions read and write only entire parameters.
 
@@ -105,7 +105,7 @@ def fragment(parameter: Any) -> tuple[int, int, int] | None:
 def partition_rank(zero: Any, parameter: Any) -> int:
     """Return the index of this process's partition among the equal partitions of a ZeRO-3 parameter.
 
-    The index is the rank of this process, unless the DeepSpeed config uses secondary partitions.
+    The index is this process's rank, unless the DeepSpeed config uses secondary partitions.
     """
     return zero._get_param_partition_rank(parameter)
 
@@ -149,7 +149,7 @@ def _dynamic_scaler(zero: Any) -> Any:
 def skip_comparisons() -> None:
     """Disable the functions in COMPARISONS in all DeepSpeed modules.
 
-    plan.py simulates a job in a single process, so that there are no other ranks to compare numbers with.
+    plan.py simulates a job in a single process, so there are no other ranks to compare values with.
     """
     import deepspeed.runtime.zero.partition_parameters  # imports all modules that contain COMPARISONS
     import deepspeed.runtime.zero.stage3

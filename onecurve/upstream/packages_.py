@@ -9,8 +9,8 @@ from typing import Any
 def allow_large_texts() -> None:
     """Make Pillow accept PNG files that contain a text or colour profile of more than 1 MiB.
 
-    Otherwise, Pillow refuses the file even if the image itself is small (Pillow #8363). Pillow's limit on the
-    total length of all texts in a file still applies.
+    Otherwise, Pillow refuses the file even if the image itself is small (Pillow #8363). Pillow's limit on a
+    file's total text length still applies.
     """
     from PIL import PngImagePlugin
 
@@ -21,7 +21,7 @@ def use_hub_offline() -> None:
     """Make huggingface_hub read only cached files from now on.
 
     Setting HF_HUB_OFFLINE is not enough, because huggingface_hub reads this variable only on import. Without
-    this function, huggingface_hub requests each file five times if the hub is unreachable.
+    this function, huggingface_hub requests each file five times if the Hub is unreachable.
     """
     from huggingface_hub import constants
 
@@ -40,9 +40,9 @@ def is_tensorboard_writer(thread: threading.Thread | None) -> bool:
 def import_evaluate(scratch: Path) -> Any:
     """Import the package `evaluate` without transformers, and set the folder for copies of metric modules.
 
-    By default, `evaluate` copies the modules to a cache in the home folder, which may be read-only or contain
-    an incomplete copy from another process. `evaluate` also imports transformers for pipelines, which takes 2
-    s.
+    By default, `evaluate` copies the modules to a cache in the home folder. This cache may be read-only or
+    contain an incomplete copy from another process. `evaluate` also imports transformers for pipelines, which
+    takes 2 s.
     """
     modules: dict[str, Any] = sys.modules
     modules.setdefault("transformers", None)

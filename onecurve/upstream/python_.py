@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def run_finalizers() -> None:
     """Run multiprocessing's finalizers before os._exit, which skips the finalizers.
 
-    Otherwise, Python's resource tracker warns about semaphores that the DataLoader workers leaked.
+    Otherwise, Python's resource tracker warns about semaphores leaked by the DataLoader workers.
     """
     import multiprocessing.util
 
@@ -41,7 +41,7 @@ def main_threads_frame() -> FrameType | None:
 
 
 def flag_names(parser: "argparse.ArgumentParser") -> Iterable[str]:
-    """Return the names of all flags of a parser, such as `--batch_size`.
+    """Return the names of a parser's flags, such as `--batch_size`.
 
     Error messages about unknown flags suggest a similar name from this list. argparse has no public list of
     flags.

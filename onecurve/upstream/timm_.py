@@ -18,11 +18,11 @@ def is_batch_norm_act(forward: Callable[..., Any]) -> bool:
 
 
 def replace_attention(module: Any, mixin: type) -> None:
-    """Make a timm.layers.Attention use the forward method of a mixin, without renaming parameters.
+    """Make a timm.layers.Attention use a mixin's forward method, without renaming parameters.
 
     timm always calls torch's attention function and can't be configured to call a different function. This
-    project's kernel for few tokens is faster (docs/gpu.md), and reads the output of the projection in a
-    different order.
+    project's kernel for few tokens is faster (docs/gpu.md), and reads the projection's output in a different
+    order.
     """
     module.__class__ = _attention_class(mixin)
 

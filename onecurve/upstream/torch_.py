@@ -37,8 +37,8 @@ class _Compiler(ModuleType):
 def postpone_compiler() -> None:
     """Delay the import of torch's compiler, which takes seconds, until the first compilation.
 
-    Otherwise, the first step of an optimizer imports torch._dynamo (pytorch #103952) to call two functions
-    that do nothing outside a compilation.
+    Otherwise, an optimizer's first step imports torch._dynamo (pytorch #103952) to call two functions that do
+    nothing outside a compilation.
     """
     import torch
 
@@ -50,7 +50,7 @@ def postpone_compiler() -> None:
 def allow_recompilations(limit: int) -> None:
     """Let Dynamo compile up to `limit` graphs per function.
 
-    Otherwise, Dynamo stops compiling a block after 8 graphs, runs the block uncompiled, and only prints a
+    Otherwise, Dynamo stops compiling a function after 8 graphs, runs it uncompiled, and only prints a
     warning.
     """
     import torch._dynamo
@@ -146,14 +146,14 @@ def batch_norm_class() -> Any:
 def unscale_before_step(optimizer: Any) -> None:
     """Make the loss scaler divide the gradients by the loss scale before the optimizer's step.
 
-    Otherwise, torch's fused optimizers divide the gradients in the kernel of the step, and fused SGD rounds
-    differently from the optimizer of a sharded model.
+    Otherwise, torch's fused optimizers divide the gradients in the step's kernel, and fused SGD rounds
+    differently from a sharded model's optimizer.
     """
     optimizer._step_supports_amp_scaling = False
 
 
 def loss_scale(scaler: Any) -> tuple[float, int]:
-    """Return the loss scale of a torch.amp.GradScaler, and the number of steps since the last overflow.
+    """Return a torch.amp.GradScaler's loss scale and the number of steps since its last overflow.
 
     Even state_dict() stores the number of steps under a private key.
     """
@@ -162,7 +162,7 @@ def loss_scale(scaler: Any) -> tuple[float, int]:
 
 
 def set_loss_scale(scaler: Any, scale: float, good_steps: int) -> None:
-    """Set the loss scale and the number of steps since the last overflow of a torch.amp.GradScaler."""
+    """Set a torch.amp.GradScaler's loss scale and the number of steps since its last overflow."""
     scaler.load_state_dict(scaler.state_dict() | {"scale": scale, "_growth_tracker": good_steps})
 
 
@@ -170,7 +170,7 @@ def set_loss_scale(scaler: Any, scale: float, good_steps: int) -> None:
 
 
 def default_store() -> Any:
-    """Return the store of the default process group.
+    """Return the default process group's store.
 
     torch has no public function that returns this store. A second store would need a second port.
     """
@@ -183,8 +183,8 @@ def set_default_group_timeout(timeout_s: int) -> None:
     """Set the default timeout of all process groups that are created later.
 
     DeepSpeed 0.19 clones the world group, and a DeviceMesh creates one group per host (pytorch #119574). By
-    default, these groups ignore the timeout of the first group, and use torch's timeouts of 600 s for NCCL
-    and 1,800 s for gloo.
+    default, these groups ignore the first group's timeout, and use torch's timeouts of 600 s for NCCL and
+    1,800 s for gloo.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -210,10 +210,10 @@ def flight_record() -> list[dict[str, Any]]:
 
 
 def leave_pool(device: int, pool: Any) -> None:
-    """Make the CUDA allocator leave the memory pool of a failed capture.
+    """Make the CUDA allocator leave a failed capture's memory pool.
 
     Otherwise, the allocator behaves as if the capture continued (pytorch #180395, #190348), and places later
-    tensors in the memory of a deleted graph.
+    tensors in a deleted graph's memory.
     """
     import torch
 
@@ -225,8 +225,8 @@ def leave_pool(device: int, pool: Any) -> None:
 def stop_timing(ddp: Any) -> None:
     """Make DDP stop timing its steps.
 
-    Otherwise, DDP records CUDA events in every hundredth step, which is not allowed during the capture of a
-    graph.
+    Otherwise, DDP records CUDA events in every hundredth step, which is not allowed while a graph is
+    captured.
     """
     ddp._set_ddp_runtime_logging_sample_rate(2**31 - 1)
 
@@ -247,8 +247,8 @@ def can_reset_shards(model: Any) -> bool:
 def reset_shards(model: Any) -> None:
     """Make FSDP2 discard the state that remains after a failed capture.
 
-    Otherwise, the next step fails, because no stream can wait for the CUDA events of the capture. Waiting is
-    not necessary, because a capture does not compute anything.
+    Otherwise, the next step fails, because no stream can wait for the capture's CUDA events. Waiting is not
+    necessary, because a capture does not compute anything.
     """
     context = model._get_fsdp_state()._comm_ctx
     context.all_gather_state = None

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def fake_contents() -> AbstractContextManager[Any]:
-    """Return a mode in which a number that is read from a fake tensor is 1, or False for a bool tensor.
+    """Return a mode in which reading a number from a fake tensor yields 1, or False for a bool tensor.
 
     By default, reading a number from a fake tensor, for example a gradient norm, raises an error.
     """
@@ -62,7 +62,7 @@ def hide_whole_shapes() -> None:
     """Make DTensor compute the shapes of operator results in a separate fake tensor mode.
 
     DTensor computes the shapes with fake tensors that are not sharded. In the current mode, these tensors
-    would count towards the memory of this process.
+    would count towards this process's memory.
     """
     from torch.distributed.tensor import _sharding_prop
 
@@ -86,9 +86,9 @@ class _Reducer:
 
 
 def dispatch_mode() -> Any:
-    """Return the class TorchDispatchMode, which intercepts operators.
+    """Return the TorchDispatchMode class, which intercepts operators.
 
-    Only the module of the class is private.
+    Only the class's module is private.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -96,21 +96,21 @@ def dispatch_mode() -> Any:
 
 
 def leaves(tree: Any) -> list[Any]:
-    """Return the leaves of nested lists, tuples and dicts, in the order of torch's pytrees."""
+    """Return the leaves of nested lists, tuples and dicts, in torch's pytree order."""
     from torch.utils._pytree import tree_leaves
 
     return tree_leaves(tree)
 
 
 def memory_tracker() -> Any:
-    """Return a new MemTracker of torch, which counts the bytes of live tensors by purpose."""
+    """Return a new torch MemTracker, which counts the bytes of live tensors by purpose."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
     return MemTracker()
 
 
 def forget_peak(tracker: Any) -> None:
-    """Reset the peak memory of a MemTracker.
+    """Reset a MemTracker's peak memory.
 
     MemTracker's public reset method keeps the peak memory, for example of an earlier trace with larger
     images.
