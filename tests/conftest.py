@@ -42,9 +42,9 @@ VIT_WITH_ALL += ["--layer_decay", "0.8", "--holdout", "0.2"]
 
 
 def reserve_cores() -> None:
-    """Reserve cores for each pytest process of `-n` and its child processes.
+    """Reserve cores for each pytest-xdist worker and its child processes.
 
-    If there are more processes than cores, all processes share the cores and use one OpenMP thread each. Two
+    If there are more workers than cores, all workers share the cores and use one OpenMP thread each. Two
     OpenMP threads that compete for one core take many times as long as a single thread.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -60,16 +60,16 @@ def reserve_cores() -> None:
 
 reserve_cores()
 
-# Each pytest process of `-n` uses a separate set of virtual hosts.
+# Each pytest-xdist worker uses a separate set of virtual hosts.
 os.environ["VIRTUAL_CLUSTER"] = "test-" + os.environ.get("PYTEST_XDIST_WORKER", "alone")
 
-# The slowest tests run first, so that all pytest processes of `-n` finish at about the same time.
+# The slowest tests run first, so that all pytest-xdist workers finish at about the same time.
 FIRST = ("tests/scripts/test_launch.py", "tests/scripts/test_launchers.py", "tests/distributed/")
 FIRST += ("tests/checkpoint/", "tests/test_gpu_suite.py", "tests/scripts/", "tests/cluster/")
 
-# OpenMP threads per process in runs with two processes. A different number of threads changes the summation
-# order, which occasionally moves an activation across ReLU's threshold. In a small ResNet, a single such
-# activation changes a gradient by 0.5%.
+# Number of OpenMP threads per process in two-process runs. A different number of threads changes the
+# summation order, which occasionally moves an activation across ReLU's threshold. In a small ResNet, a single
+# such activation changes a gradient by 0.5%.
 HALF_THE_CORES = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2))}
 
 
@@ -82,7 +82,7 @@ def pytest_configure() -> None:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """Run all tests of a file in the same pytest process of `-n`."""
+    """Run all tests in a file on the same pytest-xdist worker."""
     from xdist.scheduler import LoadFileScheduling
 
     return LoadFileScheduling(config, log)
@@ -93,9 +93,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def needs(*names: str) -> None:
-    """Skip a test if the machine lacks one of these requirements, or fail the test in CI.
+    """Skip the test if the machine lacks one of these requirements, or fail the test in CI.
 
-    A requirement is the name of a program, "root" or "TEST_DATA_DIR". Fixtures call this function, and tests
+    A requirement is a program's name, "root" or "TEST_DATA_DIR". Fixtures call this function, and tests
     use the mark with the same name.
     """
     if missing := packages.missing(names):
@@ -111,7 +111,7 @@ def pytest_sessionfinish(session: pytest.Session):
     """Report the number of skipped tests for each missing package at the end of the session."""
     yield
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    # Worker processes of `-n` have no reporter
+    # pytest-xdist workers have no reporter
     skipped = reporter.stats.get("skipped", []) if reporter else []
     reasons = [report.longrepr[2].removeprefix("Skipped: ") for report in skipped]
     missing = [name for r in reasons if r.startswith(NEEDS) for name in r.removeprefix(NEEDS).split(", ")]
@@ -126,7 +126,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def rows_of(table: str) -> Any:
-    """Return the test inputs and expected results in a table of rows.yaml."""
+    """Return the test inputs and expected results from a table in rows.yaml."""
     return yaml.safe_load((ROOT / "tests" / "rows.yaml").read_text())[table]
 
 
@@ -207,7 +207,7 @@ class Job:
     def wait(self, timeout_s: float = 240) -> tuple[int, str]:
         """Return the job's exit status and output, or fail the test after the timeout.
 
-        All remaining processes of the job are killed before this function returns.
+        The job's remaining processes are killed before this function returns.
         """
         try:
             output, _ = self.process.communicate(timeout=timeout_s)
@@ -240,7 +240,7 @@ def read_until(words: str, job: Job) -> None:
 
 
 def run(words: list, **options) -> str:
-    """Run a command that must succeed, and return its output."""
+    """Run a command, check that it succeeds, and return its output."""
     status, output = Job(words, **options).wait()
     assert status == 0, output
     return output
@@ -337,7 +337,7 @@ def ssh(tmp_path):
         server.wait()
 
 
-# Training run of all multi-host tests, which compare the run with a one-process run. Each step trains on 96
+# Training run that all multi-host tests compare with a one-process run. Each step trains on 96
 # images in micro-batches of 24, or of 12 with 8 processes.
 TRAINING = [*VIT, "--data", "digits", "--batch_size", "96", "--log_every", "1", "--max_steps", "20"]
 TRAINING += ["--mixed_precision", "no", "--trackers", "none", "--per_device_batch_size"]

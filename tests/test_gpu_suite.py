@@ -124,7 +124,7 @@ def test_without_a_gpu_the_suite_suggests_a_dry_run():
 
 
 # --- Peer projects
-# Runs of timm's train.py are started manually, as the docstring of benchmarks/peers.py explains.
+# timm's train.py is run manually, as the docstring of benchmarks/peers.py explains.
 
 
 def test_the_flags_and_images_of_timms_train_py(tmp_path):

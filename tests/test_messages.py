@@ -1,6 +1,6 @@
-"""Tests of the complete messages for users' mistakes in messages.yaml.
+"""Tests of the complete messages for user mistakes in messages.yaml.
 
-Tests in other files check only the type of an error and the name of the flag.
+Tests in other files check only the error type and the flag name.
 """
 
 import os
@@ -135,7 +135,7 @@ def test_timms_validate_has_other_flags_than_its_train(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("offline", "reason"), [(False, "refused"), (True, "")])
 def test_a_hub_out_of_reach_is_one_line(offline, reason, monkeypatch, capfd, caplog):
-    """Check that an unreachable hub causes a one-line error that suggests a download, without five retries
+    """Check that an unreachable Hub causes a one-line error that suggests a download, without five retries
     per file.
     """
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)

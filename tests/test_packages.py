@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 from tests.conftest import ROOT
 from tests.support.packages import PACKAGES
 
-# Test files that cover each requirement (hosts, Slurm, a compiler, ssh, real images) and contain tests
+# Test files that cover each requirement (hosts, Slurm, a compiler, SSH, real images) and contain tests
 # without requirements
 PART = ["tests/cluster", "tests/distributed/test_compilation.py", "tests/scripts/test_launchers.py"]
 PART += ["tests/scripts/test_real_data.py", "-m", "not full", "-k"]

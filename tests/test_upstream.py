@@ -94,7 +94,7 @@ def test_private_names_are_in_one_package():
 
 def test_each_function_is_documented():
     for module in (accelerate_, deepspeed_, packages_, python_, timm_, torch_, torch_fakes):
-        # The docstring contains the versions of the library for which the module was written.
+        # The docstring contains the library versions for which the module was written.
         assert "Written for" in module.__doc__ or "0.4.6" in module.__doc__, module
     assert [function.__name__ for function in ROWS if not function.__doc__] == []
 
@@ -144,7 +144,7 @@ def looks_for_lomo_at_each_step():
 
 
 def process_state(**values):
-    """Return an Accelerate state of a process that contains only these values."""
+    """Return a process's Accelerate state that contains only these values."""
     state_class = fresh("accelerate.state").PartialState
     state = state_class.__new__(state_class)
     vars(state).clear()

@@ -1,7 +1,7 @@
-"""Tests that train scripts wait for the device only when they log a line and when they evaluate.
+"""Tests that train scripts synchronize with the device only when they log a line or evaluate.
 
-The tests use fake CUDA tensors. tests/support/waits.py explains the method and lists the waits that it can't
-detect.
+The tests use fake CUDA tensors. tests/support/waits.py explains the method and lists the synchronizations
+that it can't detect.
 """
 
 from pathlib import Path
@@ -32,12 +32,12 @@ RECIPES = {
     "train_cnn_b": dict(width=8),
     "train_vit": dict(model="test_vit", image_size=32, patch_size=8, **AUGMENTED),
 }
-# Waits in 2 epochs of 3 steps, with a log line after every second step and at each end of an epoch
+# Synchronizations in 2 epochs of 3 steps, with a log line after every second step and at each end of an epoch
 LINES = {"session.py:mean_loss": 4}
-# Waits of a run with evaluations. The images move to the device once.
+# Synchronizations in a run with evaluations. The images move to the device once.
 EVALUATIONS = LINES | {"evaluation.py:evaluate": 2 * 5, "splits.py:_move": 2}
 WAITS = {
-    # After the loop, the script draws a picture.
+    # After the loop, the script draws a plot.
     "train_hello": LINES | {"train_hello.py:evaluate": 2 * 2, "train_hello.py:main": 4},
     "train_cnn_a": EVALUATIONS,
     "train_cnn_b": EVALUATIONS,
@@ -83,7 +83,7 @@ def test_a_wait_in_a_loop_is_seen(name, old, new, added_waits, tmp_path):
     assert text.count(old) == 1
     changed = tmp_path / f"{name}.py"
     changed.write_text(text.replace(old, new))
-    if added_waits is None:  # Only the device knows the size of the result
+    if added_waits is None:  # Only the device knows the result's size
         with pytest.raises(Exception, match="nonzero"):
             waits(changed, name, tmp_path)
         return
@@ -103,14 +103,14 @@ def test_arrays_cross_to_the_device_in_one_copy(monkeypatch):
         plan = [(epoch, np.arange(16)) for epoch in (0, 1) for _ in range(AHEAD + 1)]
         options = dict(device="cuda", size=32, seed=0, workers=0)
         copies = [waits_seen.copies for _ in split.batches(iter(plan), train=True, **options)]
-    # Copies of the images precede the copies of the groups
+    # The images are copied to the device before each group's labels and positions
     assert copies == [3] * AHEAD + [4] + [5] * AHEAD + [6]
     assert set(waits_seen.places) == {"splits.py:_move"}
 
 
 @pytest.mark.parametrize("train", [True, False])
 def test_a_step_uses_its_part_of_a_group(train):
-    """Check that a step that uses part of a group receives the same images and labels as without a group."""
+    """Check that micro-batches copied as a group receive the same images and labels as without a group."""
     pixels = np.random.RandomState(0).randint(0, 256, (64, 8, 8, 3), np.uint8)
     split, draw = ArraySplit(pixels, SplitPart("train", np.arange(64) % 10)), np.random.RandomState(1)
     split.mirror = True

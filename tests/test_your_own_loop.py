@@ -42,7 +42,7 @@ MAX_LINES = 4300  # Maximum number of lines, including docstrings, in the part o
 
 
 def weights(folder: Path) -> list[bytes]:
-    """Return the bytes of the model and optimizer files in the last checkpoint."""
+    """Return the bytes of the last checkpoint's model and optimizer files."""
     return [file.read_bytes() for file in sorted(folder.glob(f"checkpoints/*{STEPS}/*.safetensors"))]
 
 
@@ -50,7 +50,7 @@ def weights(folder: Path) -> list[bytes]:
 def python(tmp_path_factory) -> Path:
     """Return the Python of a new environment with the built wheel, but without scripts and tools.
 
-    Other packages come from the environment of the tests, so the test needs no network.
+    Other packages come from the tests' environment, so the test needs no network.
     """
     folder = tmp_path_factory.mktemp("installed")
     source = folder / "source"  # setuptools leaves files next to its input
@@ -98,7 +98,7 @@ def test_a_loop_that_is_killed_at_random_ends_with_the_same_bits(
     s3,  # noqa: F811
     monkeypatch,
 ):
-    """Keep the state of a killed loop only in S3, as if another machine continued the loop."""
+    """Keep a killed loop's state only in S3, as if another machine continued the loop."""
     use_s3(monkeypatch, s3)
     url, script = f"s3://{BUCKET}/{tmp_path.name}", tmp_path / "my_loop.py"
     script.write_text(LOOP)

@@ -48,7 +48,7 @@ LAST = "step_00000024"
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """Return the folder of an undisturbed run and the list of its file operations on checkpoints."""
+    """Return an uninterrupted run's folder and its list of file operations on checkpoints."""
     tmp_path = tmp_path_factory.mktemp("straight")
     env = at_file_operation(tmp_path, "/run/checkpoints", "list")
     run([*HELLO, "--output_dir", tmp_path / "run"], env=env)
@@ -66,12 +66,12 @@ EACH |= {"os.rename .step_", "shutil.rmtree .step_"}
 
 @pytest.mark.parametrize("parts", [*({part} for part in sorted(QUICK)), full(EACH)], ids=len)
 def test_killed_in_a_commit(parts, straight, tmp_path):
-    """Kill the run before the first checkpoint operation of each type, or in full runs before every
+    """Kill the run before the first checkpoint operation of each type. Tests marked `full` use every
     operation.
     """
     starts = [i for i, line in enumerate(straight[1]) if re.search(r"os.remove \.step_\d+\.tmp", line)]
     assert len(starts) == 6
-    commit = range(starts[3] + 1, starts[4] + 1)  # Numbers of the file operations in one late commit
+    commit = range(starts[3] + 1, starts[4] + 1)  # Indices of one late commit's file operations
     firsts = [next(n for n in commit if part in straight[1][n - 1]) for part in parts]
     for number in firsts if parts <= QUICK else commit:
         folder = tmp_path / str(number)
@@ -90,12 +90,12 @@ def test_killed_in_a_commit(parts, straight, tmp_path):
 
 # Flags for epochs of 100 steps, which leave enough time to kill the run between two checkpoints
 LONG = [*HELLO, "--data_size", "6400", "--epochs", "30", "--checkpoint_every", "50", "--log_every", "10"]
-# Slows the scripts of `stoppable`, so that a run with LONG does not end before the test acts
+# Slows down the `stoppable` scripts, so that a run with LONG does not end before the test acts
 SLOW = {"STEP_S": "0.05"}
 
 
 def start_and_wait(words: list, folder: Path, checkpoints: int = 1, **options) -> Job:
-    """Start a run and return its job after the run has written this number of checkpoints."""
+    """Start a run, wait until it has written this number of new checkpoints, and return its job."""
     newest_before = max(steps_in(folder / "checkpoints"), default=0)
     job = Job([*words, "--output_dir", folder], **options)
     parent = folder / "checkpoints"
@@ -189,7 +189,10 @@ FAULTS = {
     [row if row == ("fsdp", "killed") else full(*row) for row in product(("fsdp", "zero2", "zero3"), FAULTS)],
 )
 def test_a_rank_fails_in_a_gather(strategy, fault, project_copy, tmp_path):
-    """Check that training continues if a connection breaks, which a silent thread simulates."""
+    """Check the error message and the resume after a rank fails in a gather.
+
+    A silent thread simulates a broken connection, during which training continues.
+    """
     code, message = FAULTS[fault]
     mutate(project_copy, "onecurve/checkpoint/gather.py", SENT, ONCE.replace("FAULT", code))
     words = [*STRATEGIES[strategy], *HELLO, "--timeout_s", "5", "--output_dir", tmp_path / "run"]
@@ -221,7 +224,7 @@ def test_the_main_process_is_killed_in_a_commit(strategy, tmp_path):
 
 @pytest.mark.needs("root")
 def test_a_run_continues_if_an_old_checkpoint_cannot_be_removed(tmp_path):
-    """Mount a file system inside a checkpoint, so that the checkpoint's folder can't be emptied.
+    """Mount a file system inside a checkpoint folder, so that the folder can't be emptied.
 
     Over NFS, a process that reads the checkpoint causes the same problem.
     """
@@ -400,7 +403,7 @@ def hostile(straight, tmp_path):
 
 
 def refusal(hostile: Path, tmp_path: Path) -> str:
-    """Resume from the hostile checkpoint, which must fail with exactly one error, and return the output."""
+    """Resume from the hostile checkpoint, check that the run fails with one error, and return its output."""
     status, output = Job([*HELLO, "--resume", hostile, "--output_dir", tmp_path / "run"]).wait()
     assert status == 1
     assert output.count("error: ") == 1, output
@@ -514,7 +517,7 @@ def test_a_run_keeps_these_checkpoints(straight):
 
 
 def test_a_file_system_that_cannot_sync_folders(tmp_path, capfd):
-    """Check that a run reports once that its file system, like /proc, can't sync folders."""
+    """Check that a run reports only once if its file system, such as /proc, can't sync folders."""
     sync(Path("/proc"))
     assert "this file system can't sync a folder (Invalid argument)" in capfd.readouterr().err
     words = [*LONG, "--max_steps", "100", "--output_dir", tmp_path / "run"]

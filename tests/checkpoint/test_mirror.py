@@ -65,9 +65,9 @@ def bucket(s3, s3_proxy, monkeypatch, request):  # noqa: F811
 
 @pytest.fixture
 def mirror(bucket, tmp_path, monkeypatch):
-    """Return the Mirror of a stored run with checkpoints of steps 14, 16 and 20, behind the proxy.
+    """Return the Mirror, behind the proxy, of a stored run with checkpoints from steps 14, 16 and 20.
 
-    The Mirror's attribute `messages` contains all printed messages.
+    The Mirror's `messages` attribute contains all printed messages.
     """
     shutil.copytree(STORED / "format_1", tmp_path / "run")
     for key, value in bucket.env.items():
@@ -95,14 +95,14 @@ def test_the_best_checkpoint_stays_on_disk_until_it_is_uploaded(bucket, mirror):
 def fetched(mirror: Mirror, parent: Path, lost=lambda: None, newest: int = -1) -> int | None:
     """Return the step of the checkpoint that another machine would download, or None.
 
-    `newest` is the step of the newest checkpoint on that machine.
+    `newest` is the step of that machine's newest checkpoint.
     """
     return fetch_newest(mirror.store, parent, newest, lambda: None, lost)
 
 
 @pytest.fixture
 def impatient(project_copy):
-    """Copy the project with shorter timeouts for stores that do not respond."""
+    """Copy the project and shorten its timeouts for unresponsive stores."""
     mutate(project_copy, "onecurve/system/s3.py", "READ_S = 15", "READ_S = 3")
     mutate(project_copy, "onecurve/system/files.py", "ATTEMPTS = 4", "ATTEMPTS = 2")
     return project_copy
@@ -125,7 +125,7 @@ def test_a_fresh_machine_resumes_from_the_bucket(bucket, straight, tmp_path):  #
     output = bucket.run(tmp_path / "second")
     assert "downloading the checkpoint of step 14" in output
     assert "continuing at step 14" in output
-    log = metrics(tmp_path / "second")  # These lines of the log were downloaded from the bucket
+    log = metrics(tmp_path / "second")  # These log lines were downloaded from the bucket
     assert [line["step"] for line in log if "train/loss" in line] == [*range(1, 25)]
     (telemetry,) = (tmp_path / "second").glob("telemetry-*.jsonl")
     assert sum("host" in line for line in lines(telemetry)) == 2, "the first machine's telemetry is lost"
@@ -172,11 +172,11 @@ def test_killed_between_data_and_manifest(bucket, straight, tmp_path):  # noqa: 
     assert len(new) == 3, "the data was not uploaded"
     assert bucket.steps()[-1] == 8, "a checkpoint without a manifest counts"
     assert verify(folder / "checkpoints" / new[0].split("/")[1])
-    # Another machine can see only step 8, and the run's lock belongs to a dead process of this machine.
+    # Another machine can see only step 8, and the run's lock belongs to a dead process on this machine.
     output = bucket.run(tmp_path / "elsewhere", "--max_steps", "9")
     assert "continuing at step 8" in output
     assert "has ended" in output
-    # The folder contains later checkpoints, whose upload is finished now.
+    # The folder contains later checkpoints, which have now been uploaded.
     assert "continuing at step" in bucket.run(folder)
     assert bucket.steps()[-1] == 24
     assert_same_end(folder, straight[0])
@@ -272,7 +272,7 @@ def test_a_prefix_has_one_owner(bucket, tmp_path):
     assert "owner.json" not in bucket.store.list()
 
 
-# For each pause, the request before which an upload pauses and the number of identical requests to skip
+# Request before which the upload pauses, and number of identical requests to skip, for each pause
 PAUSES = {
     "before index.json": ("PUT", "step_00000016/manifest", 0),
     "before a removal": ("PUT", "/result.json", 0),
@@ -437,7 +437,7 @@ def test_a_run_started_from_anothers_checkpoint_moves_to_another_machine(bucket,
 
 
 def test_no_secret_is_written_anywhere(bucket, tmp_path):
-    """Search the output, files, checkpoints, S3 objects, trackers' files and the process list for secrets."""
+    """Search the output, files, checkpoints, S3 objects, tracker files and process list for secrets."""
     canary = "canary-of-another-service"
     env = bucket.env | {"WANDB_API_KEY": canary * 2, "HF_TOKEN": canary, "WANDB_MODE": "offline"}
     flags = ["--trackers", "tensorboard,wandb", "--epochs", "15", "--checkpoint_every", "10"]

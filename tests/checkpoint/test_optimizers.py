@@ -232,10 +232,9 @@ WITH_TAILS = [timm.optim.MADGRAD, partial(torch.optim.AdamW, fused=True)]
 
 @pytest.mark.parametrize("make", [*ELEMENTWISE, *WITH_TAILS])
 def test_with_same_bits_shards_match_whole_parameters_or_are_refused(make):
-    """Check optimizers whose update of a tensor's last elements uses different code on the CPU.
+    """Check optimizers that update a tensor's last elements with different code on the CPU.
 
-    On the CPU, powers and all operations of fused optimizers round differently in the last elements of a
-    tensor.
+    On the CPU, powers and all fused-optimizer operations round differently in a tensor's last elements.
     """
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Linear(64, 64))
     layout = Rows(model, SimpleNamespace(optimizer=make(model.parameters(), lr=0.01)))

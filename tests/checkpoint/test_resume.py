@@ -1,4 +1,4 @@
-"""Tests that a resumed run matches the uninterrupted run bit by bit, or within 1e-5 across strategies."""
+"""Tests that a resumed run matches the uninterrupted run bitwise, or within 1e-5 across strategies."""
 
 import functools
 import json
@@ -40,7 +40,7 @@ SCRIPTS = {
     "cnn_a": CNN,
     # CNN-B contains BatchNorm and trains with SGD and momentum
     "cnn_b": [*RESNET, "--label_smoothing", "0.1"],
-    # The ViT trains with AdamW in two groups, drop path, mixup, clipping and EMA
+    # The ViT trains with two AdamW groups, drop path, mixup, gradient clipping and EMA
     "vit": [*VIT, "--dropout", "0.1"],
 }
 LAUNCHERS = STRATEGIES | {
@@ -139,11 +139,11 @@ def test_compiled_and_eager_training_resume_each_other(launcher, uninterrupted, 
     ("script", "launcher"), [("cnn_a", "ddp3"), ("vit", "ddp3"), ("vit", "fsdp3"), ("vit", "zero3-3")]
 )
 def test_three_processes_agree_within_1e_6(script, launcher, uninterrupted, tmp_path, cache, stoppable):
-    """Train on three processes, by which few sizes are divisible, so that shards are uneven and ZeRO pads.
+    """Train with three processes. Few sizes are divisible by 3, so shards are uneven and ZeRO pads them.
 
-    DDP rebuilds its buckets after the first step, so a resumed run adds the gradients of the three ranks in a
-    different order. The gradient of the attention keys' bias consists only of rounding errors, which AdamW
-    scales up like any other gradient.
+    DDP rebuilds its buckets after the first step, so a resumed run adds the three ranks' gradients in a
+    different order. The gradient of attention's key bias consists only of rounding errors, which AdamW scales
+    up like any other gradient.
     """
     flags = ("--per_device_batch_size", "32")
     training = Training(script, tmp_path / "run", cache, stoppable, *flags)
@@ -155,7 +155,7 @@ def test_three_processes_agree_within_1e_6(script, launcher, uninterrupted, tmp_
 
 @pytest.mark.full
 def test_another_per_device_batch_size_keeps_the_mean_loss(uninterrupted, tmp_path, cache, stoppable):
-    """Check that CNN-A, which has no BatchNorm, keeps its losses within 1e-5, also in the log line at the
+    """Check that CNN-A, which has no BatchNorm, keeps all losses within 1e-5, even in the log line at the
     stop.
     """
     training = Training("cnn_a", tmp_path / "run", cache, stoppable)
@@ -176,7 +176,7 @@ def test_a_ring_of_strategies(script, uninterrupted, tmp_path, cache, stoppable)
 
 
 EACH = [(a, b) for a in STRATEGIES for b in STRATEGIES]
-# Strategies before and after the stop of a run. Each run divides four micro-batches among one, two or four
+# Strategies before and after a run's stop. Each run divides four micro-batches among one, two or four
 # processes. The ring of strategies trains ResNet-18 with two micro-batches, because a sum of two terms does
 # not depend on their order. Different rounding in a sum can move an activation across ReLU's threshold.
 MORE = [("ddp", "ddp4"), ("zero3", "ddp4"), ("offload", "single"), ("single", "hybrid"), ("hybrid", "zero3")]
@@ -184,7 +184,7 @@ MORE = [("ddp", "ddp4"), ("zero3", "ddp4"), ("offload", "single"), ("single", "h
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory, cache, stoppable):
-    """Return a function that returns the folder of a run that was stopped inside the first epoch."""
+    """Return a function that returns the folder of a run stopped in the first epoch."""
 
     @functools.cache
     def folder_of(launcher: str, *flags):

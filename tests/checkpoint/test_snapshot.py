@@ -81,7 +81,7 @@ def test_memory_is_not_locked_without_cuda_or_without_state(cudart):
 
 @pytest.mark.parametrize(("device", "number"), [("cuda", 0), ("cuda:1", 1)])
 def test_the_saver_thread_uses_its_processs_gpu(device, number, monkeypatch):
-    """Check devices without an index, which Accelerate uses on one process and torch.cuda refuses."""
+    """Check devices without an index, which one-process Accelerate jobs use but torch.cuda refuses."""
     chosen = []
     monkeypatch.setattr("torch.cuda.set_device", lambda d: chosen.append(torch.cuda._get_device_index(d)))
     accelerator = SimpleNamespace(device=torch.device(device))

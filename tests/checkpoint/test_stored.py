@@ -17,7 +17,7 @@ from tools.logbook.page import run_page
 from tools.logbook.run_record import RunRecord
 
 STORED = Path(__file__).parent / "stored"
-LATER = "step_00000020"  # Checkpoint that the stored run wrote after its checkpoint of step 16
+LATER = "step_00000020"  # Checkpoint that the stored run wrote after its step-16 checkpoint
 
 
 def test_the_format_of_this_version_is_stored():

@@ -26,7 +26,7 @@ SMALL = {"model": "test_vit", "image_size": 32, "patch_size": 8}
 
 
 def saved(file: Path, classes: int = 10, **changes) -> Path:
-    """Write a file with the weights of a small model. `changes` maps names to replacement tensors."""
+    """Write a file with a small model's weights. `changes` maps names to replacement tensors."""
     torch.manual_seed(1)
     model = build_model(Vit(**SMALL), classes)
     save_file(model.state_dict() | changes, file)
@@ -59,7 +59,7 @@ def test_embeddings_are_resampled_like_timm(flags, file):
 def test_another_number_of_classes_gets_a_new_head(file, tmp_path, capsys):
     state, source = load_into_model(file, classes=3), load_file(file)
     assert state["head.weight"].shape == (3, 64)
-    # timm initializes the weights of a new head with small random values
+    # timm initializes a new head's weights with small random values
     assert 0.01 < state["head.weight"].std() < 0.03
     assert not state["head.bias"].any()
     for name in source.keys() - {"head.weight", "head.bias"}:
@@ -104,7 +104,7 @@ def test_a_head_keeps_the_rows_of_known_classes(model, classes, rows, message, t
     recipe |= {"drop_path": 0.0}
     source = build_model(Vit(**recipe), 3).state_dict()
     heads = [name for name in source if name.split(".")[0] in ("head", "head_dist", "fc")]
-    source |= {name: torch.randn_like(source[name]) for name in heads}  # The bias of a new head is 0
+    source |= {name: torch.randn_like(source[name]) for name in heads}  # A new head's bias is 0
     save_file(source, file := tmp_path / "model.safetensors")
     if classes != ("a", "b", "c"):
         (tmp_path / "config.json").write_text('{"label_names": ["cat", "dog", "wolf"]}')
@@ -122,7 +122,7 @@ def test_a_head_keeps_the_rows_of_known_classes(model, classes, rows, message, t
 
 
 def test_a_hub_folder_defines_the_preprocessing(tmp_path, capsys):
-    """Check that a hub folder's config.json overrides timm's configuration for the architecture."""
+    """Check that a Hub folder's config.json overrides timm's configuration for the architecture."""
     base = {"input_size": (3, 48, 48), "interpolation": "bilinear", "crop_pct": 0.7, "crop_mode": "squash"}
     base |= {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}
     folder = tmp_path / "hub"
@@ -150,9 +150,7 @@ def test_a_hub_folder_defines_the_preprocessing(tmp_path, capsys):
 
 
 def checkpoint(run: Path, step: int, value: float, ema: float | None = None, **fields) -> Path:
-    """Write a checkpoint in which all weights have the value `value`, and all averaged weights the value
-    `ema`.
-    """
+    """Write a checkpoint with all weights set to `value` and all averaged weights set to `ema`."""
     specs = {n: (t.dtype, tuple(t.shape)) for n, t in build_model(Vit(**SMALL), 10).state_dict().items()}
     names = {"model.safetensors": value} | ({} if ema is None else {"ema.safetensors": ema})
     snapshots = {"optimizer.safetensors": Snapshot({}, pinned=False)}
@@ -171,7 +169,7 @@ def test_weights_come_from_a_run_a_checkpoint_or_an_exported_folder(tmp_path):
     best, latest = checkpoint(run, 10, 1.0, ema=2.0), checkpoint(run, 20, 3.0)
     assert first(run) == 3.0  # Without an index, the newest checkpoint is loaded
     write_step_index(run / "checkpoints", 20, 10)
-    assert first(run) == 2.0  # The averaged weights of the best checkpoint are loaded
+    assert first(run) == 2.0  # The best checkpoint's averaged weights are loaded
     assert first(best) == 2.0
     assert first(latest) == 3.0
     assert first(best / "model.safetensors") == 1.0
@@ -244,7 +242,7 @@ def test_names_of_a_wrapped_model(prefix, file, tmp_path, capsys):
 @pytest.mark.parametrize("is_zip", [True, False])
 def test_a_pickle_is_not_read_and_the_message_converts_it(is_zip, file, tmp_path, monkeypatch):
     state = load_file(file)
-    # Some files store tensors that are not contiguous.
+    # Some files store non-contiguous tensors.
     state["head.weight"] = state["head.weight"].t().contiguous().t()
     pickle = tmp_path / "their model.pth"
     torch.save({"model": state, "epoch": 3}, pickle, _use_new_zipfile_serialization=is_zip)
@@ -275,7 +273,7 @@ def test_layers_get_timms_learning_rates(model):
     assert actual == {names[id(p)]: (g["lr_scale"], g["weight_decay"]) for g in timms for p in g["params"]}
     depth = len(network.blocks)
     assert (actual["head.weight"], actual["head.bias"]) == ((1.0, 0.1), (1.0, 0.0))
-    assert actual["norm.weight"] == (0.5, 0.0)  # The norm belongs to the group of the last block
+    assert actual["norm.weight"] == (0.5, 0.0)  # The norm belongs to the last block's parameter group
     assert actual[f"blocks.{depth - 1}.mlp.fc1.weight"] == (0.5, 0.1)
     assert actual["blocks.0.mlp.fc1.bias"] == (0.5**depth, 0.0)
     assert actual["pos_embed"] == (0.5 ** (depth + 1), 0.0)

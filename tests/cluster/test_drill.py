@@ -1,4 +1,4 @@
-"""Tests that the table of the fire drill in cluster/virtual_cluster.py is correct."""
+"""Tests that the fire-drill table in cluster/virtual_cluster.py is correct."""
 
 import math
 import sys
@@ -13,7 +13,7 @@ TRAIN = ["train_hello.py", "--trackers", "none", "--mixed_precision", "no", "--e
 TRAIN += ["--max_steps", "1000", "--log_every", "16", "--checkpoint_every", "125", "--timeout_s", "20"]
 TO_S3 = ["--env", "AWS_ENDPOINT_URL", "--env", "AWS_ACCESS_KEY_ID", "--env", "AWS_SECRET_ACCESS_KEY"]
 TO_S3 += ["--env", "NO_PROXY"]
-# Code changes that make the table's row for a fault wrong. MUTANTS lists the changes by fault, and the drill
+# Code changes that make a fault's table row wrong. MUTANTS lists the changes by fault, and the drill
 # must detect each change.
 WAIT_FOR_UPLOAD = "self.mirror.offer(step, best)\n                self.mirror.wait(1e9)\n"
 NOT_WRITTEN = "        except OSError as error:\n"
@@ -74,7 +74,7 @@ def test_a_wrong_flag_is_reported(words, message, cluster_tools):
 
 
 def rows(project: Path, folder: Path, launcher: list[str], faults: str, train: list[str]) -> list[list[str]]:
-    """Run a drill of the project's code, and return the rows of the drill's table as lists of words."""
+    """Run a drill of the project's code, and return the rows of its table as lists of words."""
     command = ["launch.py", "--hostfile", "/etc/hostfile", "--log_dir", folder / "logs", *launcher, *train]
     flags = ["--hosts", "2", "--folder", folder / "runs", "--faults", faults]
     words = ["cluster/virtual_cluster.py", "drill", *flags, "--", sys.executable, *command]
@@ -85,8 +85,7 @@ def rows(project: Path, folder: Path, launcher: list[str], faults: str, train: l
 
 
 def is_expected(row: list[str], starts: int = 1) -> bool:
-    """Return True if a row reports that the job recovered without help and trained the undisturbed job's
-    model.
+    """Return True if the row reports an unaided recovery and the same model as the uninterrupted job's.
 
     The job must resume from the last checkpoint or from the last step before the fault.
     """

@@ -27,7 +27,7 @@ SKYPILOT_NODE = {
     "SKYPILOT_NUM_GPUS_PER_NODE": "4",
 }
 SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSWORD")
-# Pattern of AWS key IDs, and of values that follow the name of a secret
+# Pattern for AWS key IDs and for values that follow a secret's name
 VALUES = re.compile(r"\b(AKIA|ASIA)[A-Z0-9]{12,}|(?i:secret|token|password)\w*[=:] *[\"']?[A-Za-z0-9/+]{16,}")
 
 
@@ -68,7 +68,7 @@ def no_launcher(monkeypatch):
 
 
 def test_skypilots_run_block_starts_torchrun(tmp_path, no_launcher):
-    """Run the task's run block with a stub for torchrun that records the flags and a variable."""
+    """Run the task's run block with a stub for torchrun that records its flags and SHARED_STORE."""
     task = load(SKYPILOT)
     stub = tmp_path / ".venv" / "bin" / "torchrun"
     stub.parent.mkdir(parents=True)
@@ -130,7 +130,7 @@ def test_the_trainjobs_container_starts_torchrun(no_launcher):
 
 
 def instructions() -> list[tuple[str, str]]:
-    """Return the Dockerfile's instructions as pairs of name and arguments, with continued lines joined."""
+    """Return the Dockerfile's instructions as (name, arguments) pairs, with continued lines joined."""
     lines = (ROOT / "cluster" / "Dockerfile").read_text().splitlines()
     text = "\n".join(line for line in lines if not line.startswith("#")).replace("\\\n", " ")
     return [(line.split()[0], line.partition(" ")[2]) for line in text.splitlines() if line]
@@ -192,7 +192,7 @@ def test_the_image_gets_the_project_and_nothing_else():
         assert not ignored(name) or name.startswith(("tests/", ".")) or "__pycache__" in name, name
 
 
-# Script that runs a health check in separate namespaces, which hide the processes of other tests. $1 is the
+# Script that runs a health check in separate namespaces, which hide other tests' processes. $1 is the
 # folder, and the remaining arguments are the health check.
 IN_A_CONTAINER = """
 cd $1 && shift

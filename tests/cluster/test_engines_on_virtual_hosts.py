@@ -125,7 +125,7 @@ def test_kubeflows_models_accept_the_trainjob_and_reject_a_wrong_key():
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory) -> Path:
-    """Copy the project and its environment to a folder that each host has separately.
+    """Copy the project and its environment to a folder that is private to each host.
 
     In the copy, the variable STEP_S slows down each step.
     """
@@ -163,7 +163,7 @@ def log_of(hosts, host: str, project: Path, run: str) -> Path:
 def wait_for_step(step: int, logs: list[Path], jobs: list[Job]) -> None:
     """Wait until one of the logs contains a line for `step`.
 
-    At step 12, the upload of the checkpoint of step 10 is complete.
+    At step 12, the step-10 checkpoint has been uploaded.
     """
     wait_until(lambda: sum(log.read_text().count("\n") for log in logs if log.exists()) >= step, jobs[0], 180)
 
@@ -213,7 +213,7 @@ SECRETS = {"train-s3": {name: aws_env(S3)[name] for name in ("AWS_ACCESS_KEY_ID"
 
 
 def pods_env(job: dict, rank: int) -> dict[str, str]:
-    """Return the environment of a node's container: the variables of the job and of the torch plugin.
+    """Return the environment variables that the job and the torch plugin set in a node's container.
 
     Source: kubeflow/trainer, pkg/runtime/framework/plugins/torch/torch.go, EnforceMLPolicy.
     """

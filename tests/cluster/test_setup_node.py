@@ -2,7 +2,7 @@
 
 git, make, getent with /etc/hosts, findmnt and ip are the real programs. Tests replace apt-get, nvidia-smi and
 mount with stubs where necessary, because nothing may be downloaded, the machine may have no GPU, and there is
-no NFS, CIFS or S3 server. The tests check the call of mount and the line in /etc/fstab, but not the mounted
+no NFS, CIFS or S3 server. The tests check the `mount` call and the line in /etc/fstab, but not the mounted
 file system.
 """
 
@@ -67,11 +67,11 @@ class Sandbox:
         self.files = Path(f"/proc/{self.init.process.pid}/root")
         self.scratch = self.at(str(folder))
         wait_until((self.scratch / "ready").exists, self.init)
-        # Tests must not change files of this machine.
+        # Tests must not change this machine's files.
         for name in ("etc", "opt", "mnt", "usr/bin", "sys"):
             assert (self.files / name).stat().st_dev != Path("/", name).stat().st_dev
         self.at("/etc/hosts").write_text(HOSTS)
-        # The last line of this file does not end with a newline.
+        # This file's last line does not end with a newline.
         self.at("/etc/fstab").write_text("# as installed\nUUID=1 / ext4 defaults 0 1")
         self.stub("nvidia-smi", "exit 9")  # nvidia-smi exits with status 9 if there is no driver
         self.stub("apt-get", "exit 1")
@@ -94,7 +94,7 @@ class Sandbox:
         return [line.removeprefix(f"{name} ") for line in lines if line.split()[0] == name]
 
     def do(self, *words, status: int = 0) -> str:
-        """Run a command in the sandbox that must exit with this status, and return its output."""
+        """Run a command in the sandbox, check its exit status, and return its output."""
         words = ["nsenter", "--target", str(self.init.process.pid), "--mount", "--uts", "--net", *words]
         env = {"PATH": f"{self.folder}/bin:{PATH}", "HOME": str(self.folder), "LC_ALL": "C"}
         completed = subprocess.run(
@@ -105,11 +105,11 @@ class Sandbox:
         return completed.stdout
 
     def setup(self, *flags, status: int = 0) -> str:
-        """Run setup_node.sh, which must exit with this status, and return its output."""
+        """Run setup_node.sh, check its exit status, and return its output."""
         return self.do(SCRIPT, *flags, status=status)
 
     def refused(self, *flags, status: int = 1) -> str:
-        """Run setup_node.sh, which must refuse and change nothing, and return its one-line error."""
+        """Run setup_node.sh, check that it refuses and changes nothing, and return its one-line error."""
         before = self.snapshot()
         output_lines = self.setup(*flags, status=status).splitlines()
         assert self.snapshot() == before
@@ -141,7 +141,7 @@ def sandbox(tmp_path):
 
 @pytest.fixture
 def origin(sandbox) -> str:
-    """Create a repository to clone, and the clone /opt/mine, from which tests push to the repository."""
+    """Create a repository to clone, and a clone at /opt/mine, from which tests push to the repository."""
     sandbox.do("git", "init", "--quiet", "--bare", "--initial-branch=main", "/opt/origin.git")
     sandbox.do("git", "clone", "--quiet", "/opt/origin.git", "/opt/mine")
     sandbox.do("git", "-C", "/opt/mine", "switch", "--quiet", "--orphan", "main")

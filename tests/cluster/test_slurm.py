@@ -29,7 +29,7 @@ DDP = "accelerate_configs/ddp_2x2gpu.yaml"
 PATH = os.pathsep.join([str(BIN), os.environ["PATH"], "/usr/sbin", "/sbin"])
 
 # Configuration of the Slurm cluster. A requeued job starts after its credential has expired. Slurm accepts
-# lifetimes of 5 s or more, and the default is 120 s. Jobs of the higher tier preempt jobs of the lower tier.
+# lifetimes of 5 s or more, and the default is 120 s. Higher-tier jobs preempt lower-tier jobs.
 # KillWait is the time between SIGTERM and SIGKILL.
 SLURM_CONF = """
 ClusterName=test
@@ -63,8 +63,8 @@ PartitionName=low Nodes=node[1-4] Default=YES PriorityTier=1
 PartitionName=high Nodes=node[1-4] PriorityTier=2
 """
 
-# Script that runs in separate namespaces, in which nodes have names. All processes of the script end when its
-# first process ends.
+# Script that starts the cluster in separate namespaces, in which node names resolve. All of the script's
+# processes end when its first process ends.
 START = """
 set -eu
 cd "$1"
@@ -96,7 +96,7 @@ class Slurm:
         return run(list(words), cwd=cwd, env=self.env)
 
     def train(self, log: Path, *words, nodes: int = 2, cwd: Path = ROOT) -> str:
-        """Submit a job and return its job number."""
+        """Submit a job and return its job ID."""
         flags = ["--parsable", "--nodes", nodes, "--output", log]
         return self("sbatch", *flags, "cluster/train.sbatch", *words, cwd=cwd).strip()
 
@@ -104,7 +104,9 @@ class Slurm:
         return dict(re.findall(r"(\w+)=(\S*)", self("scontrol", "show", "job", job, "--oneliner")))
 
     def wait(self, job: str, log: Path, restarts: int = 0) -> dict[str, str]:
-        """Wait for the job's end and return the job's information. Fail if the job restarted too often."""
+        """Wait until the job ends, and return its `scontrol` information. Fail if the job restarted too
+        often.
+        """
         unfinished = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED")
         wait_until(lambda: self.job_info(job)["JobState"] not in unfinished, timeout_s=240)
         info = self.job_info(job)
@@ -117,7 +119,7 @@ class Slurm:
         wait_until(lambda: lines_of(folder) >= count, timeout_s=120)
 
     def processes(self) -> list[psutil.Process]:
-        """Return the processes of the cluster and of the cluster's jobs."""
+        """Return the processes of the cluster and its jobs."""
         processes = psutil.process_iter(["environ"])
         return [p for p in processes if (p.info["environ"] or {}).get("SLURM_CONF") == self.env["SLURM_CONF"]]
 
@@ -172,7 +174,7 @@ def assert_trained(folder: Path, nodes: int, slots: int) -> None:
 
 @pytest.mark.full
 def test_a_job_that_is_stopped_twice_trains_as_one_process(slurm, project_copy, tmp_path):
-    """Stop a job before its time limit and again by preemption. No step may be lost or repeated."""
+    """Stop a job with the time-limit signal and then by preemption. No step may be lost or repeated."""
     slow = "if __import__('os').environ.get('SLURM_RESTART_COUNT') != '2': __import__('time').sleep(0.8)"
     insert_in_loop(project_copy, "train_hello.py", slow)
     folder, log, alone = tmp_path / "a run", tmp_path / "log", tmp_path / "alone"
@@ -201,7 +203,7 @@ def test_a_job_that_is_stopped_twice_trains_as_one_process(slurm, project_copy, 
 
 @pytest.mark.full
 def test_a_cancelled_job_saves_and_is_not_requeued(slurm, tmp_path):
-    """Cancel a job with one process, for which accelerate's launcher does not wait for the script."""
+    """Cancel a one-process job, for which accelerate's launcher does not wait until the script ends."""
     folder, log = tmp_path / "run", tmp_path / "log"
     words = [*HELLO, "--epochs", "100000", "--log_every", "10", "--checkpoint_every", "1000000"]
     job = slurm.train(log, "accelerate_configs/single_gpu.yaml", *words, "--output_dir", folder, nodes=1)

@@ -36,7 +36,7 @@ def test_hosts_are_isolated(cluster):
 @pytest.mark.full
 @pytest.mark.needs("two cores")
 def test_each_host_has_its_own_cores(cluster_tools):
-    # All cores of the machine, even if this process is limited to one core
+    # All of the machine's cores, even if this process is limited to one core
     cores = sorted(os.sched_getaffinity(1))
     env = {"VIRTUAL_CLUSTER": f"{hosts.CLUSTER}-cores"}
     show = [sys.executable, "-c", "import os; print(*sorted(os.sched_getaffinity(0)))"]
@@ -95,7 +95,7 @@ def test_a_lossy_cable(cluster):
 
 
 def test_a_slow_and_a_delayed_cable(cluster):
-    """Check bandwidth and delay of a cable. Without netem in the kernel, setting a delay changes nothing."""
+    """Check a cable's bandwidth and delay. Without netem in the kernel, setting a delay changes nothing."""
     show = ["tc", "qdisc", "show", "dev", "eth0"]
     hosts.shape("node2", rate="10mbit")
     assert "rate 10Mbit" in on("node2", *show)
@@ -141,7 +141,7 @@ def test_root_is_needed(cluster_tools):
 
 
 def test_down_leaves_nothing(cluster_tools):
-    """Check that `down` also ends running processes. The module's tests share the hosts that this test
+    """Check that `down` also kills running processes. The module's tests share the hosts that this test
     removes.
     """
     hosts.down()

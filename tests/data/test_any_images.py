@@ -77,7 +77,7 @@ def test_the_first_evaluation_split_is_used_and_the_others_are_reported(tmp_path
 
 @pytest.mark.parametrize("name", ["train", "Valid", "val", "test"])
 def test_a_class_may_have_the_name_of_a_split(name, tmp_path):
-    """Check a class folder that contains images and has a split's name, next to other class folders."""
+    """Check a class folder that contains images and is named like a split, next to other class folders."""
     names = sorted((name, "bus", "car"))
     root = put(tmp_path / "vehicles", *(f"{c}/{k}.png" for c in names for k in range(4)))
     images = open_images(Path(prepare_with(root, tmp_path / "cache", holdout=0.25).folder))
@@ -472,7 +472,7 @@ PLAIN += ["--telemetry_s", 0]
 
 @pytest.mark.parametrize("form", ["folders", full("list"), full("parquet"), full("saved")])
 def test_training_on_all_formats_on_one_and_two_processes(form, tmp_path):
-    """Compare samples and losses on one and two processes. Only one rank may print the data's summary."""
+    """Compare samples and losses with one and two processes. Only one rank may print the data's summary."""
     images = [*AS_PIL.values(), *OVER_WHITE.values(), encode(picture(5, 64, 50), "TIFF")]
     data = data_set(tmp_path / "pets", form, train=images, valid=images)
     os.makedirs(tmp_path / "pets/train/a", exist_ok=True)

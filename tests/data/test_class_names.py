@@ -6,7 +6,7 @@ import pytest
 from onecurve.data.class_names import NEW, match_classes
 
 NUMBERS = tuple(map(str, range(12)))
-AS_TEXT = tuple(sorted(NUMBERS))  # Class names in text order, as for class folders
+AS_TEXT = tuple(sorted(NUMBERS))  # Class names in lexicographic order, as for class folders
 SYNSETS = [("n1", "tench"), ("n2", "crane", "bird"), ("n3", "crane", "machine")]
 
 # Model's classes, data's classes, labels, number of known classes, unknown and absent classes, and message
@@ -63,7 +63,7 @@ def test_labels_and_rows_follow_the_names():
     # Match a model trained on class folders with the same images in Parquet files.
     match = match_classes(AS_TEXT, NUMBERS)
     assert [AS_TEXT[label] for label in match.labels] == list(NUMBERS)
-    head = np.array([int(name) for name in AS_TEXT])  # Each row of this head contains the number of its class
+    head = np.array([int(name) for name in AS_TEXT])  # Each row of this head contains its class index
     assert head[match.labels].tolist() == list(range(12))
 
 

@@ -25,7 +25,7 @@ def hot(values: np.ndarray) -> np.ndarray:
 
 
 def labels(colours: list[int]) -> Image.Image:
-    """Return a label map stored as an image with a palette."""
+    """Return a label map stored as a palette image."""
     image = Image.fromarray(noise(20), "P")
     image.putpalette(colours)
     return image

@@ -30,7 +30,9 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n0 0 9 9 
 
 
 def header_alone(side: int, options: dict) -> bytes:
-    """Return a JPEG whose header specifies side x side pixels. An end marker replaces the image data."""
+    """Return a JPEG whose header specifies a size of side x side pixels. An end marker replaces the image
+    data.
+    """
     data = encode(Image.new("RGB", (16, 16)), **options)
     offset = next(i for i in range(len(data)) if data[i] == 0xFF and data[i + 1] in (0xC0, 0xC2))
     edges = side.to_bytes(2) * 2
@@ -174,8 +176,8 @@ def test_a_long_image_is_cropped_before_it_is_resized(height, width, size):
 @pytest.mark.parametrize(("interpolation", "crop_pct"), [("bicubic", 0.9), ("bilinear", 0.875)])
 @pytest.mark.parametrize("size", [32, 224])
 def test_evaluation_crops_equal_timms(crop_mode, interpolation, crop_pct, size):
-    """Compare all pixels with timm's evaluation crop. timm rounds 36.57 down, for 32 pixels and a crop of
-    0.875.
+    """Compare all pixels with timm's evaluation crop. For 32 pixels and a crop of 0.875, timm rounds 36.57
+    down.
     """
     mean, std = (0.485, 0.456, 0.406), (0.2, 0.3, 0.4)
     config = {"mean": mean, "std": std, "interpolation": interpolation}

@@ -74,7 +74,7 @@ def test_a_table_gets_names_from_its_image_structs(form, tmp_path):
 
 
 def test_shards_get_names_from_their_members(tmp_path):
-    """Read image names from the file next to the index, in the order of the index.
+    """Read image names from the file next to the index, in index order.
 
     Shards written by an earlier version contain names only in their tar headers.
     """
@@ -94,7 +94,7 @@ def test_shards_get_names_from_their_members(tmp_path):
 
 
 def test_shards_in_s3_have_their_names_next_to_the_index(s3, tmp_path, monkeypatch):  # noqa: F811
-    """Read the names of images in shards, in S3 and on disk. Names are optional."""
+    """Read image names from shards in S3 and on disk. Names are optional."""
     use_s3(monkeypatch, s3)
     shards, store = ObjectStore(f"s3://{BUCKET}/named/tars"), ObjectStore(f"s3://{BUCKET}/named/index")
     long_name = "n01440764/" + 120 * "x" + ".jpg"  # This name is too long for a tar header

@@ -89,7 +89,7 @@ def test_data_without_a_held_out_split(form, split, tmp_path):
 
 
 def pixels_of(split) -> list[bytes]:
-    """Return the images of a split at 32 pixels, in the order of their IDs."""
+    """Return a split's images at 32 pixels, ordered by ID."""
     plan = [(0, np.arange(len(split)))]
     batches = split.batches(plan, device="cpu", train=False, size=32, seed=0, workers=0)
     return [image.numpy().tobytes() for batch in batches for image in batch.images]
@@ -99,7 +99,7 @@ def pixels_of(split) -> list[bytes]:
 def test_data_with_its_own_held_out_split(form, tmp_path):
     """Check that each training image is either trained or held out, in the original order.
 
-    The held-out split of the data becomes the test split.
+    The data's held-out split becomes the test split.
     """
     data, cache = data_set(tmp_path / "pets", train=20, val=6), tmp_path / "cache"
     if form == "several sizes":

@@ -1,4 +1,4 @@
-"""Tests of onecurve/data/images.py: data sources, the cache, decoding, the order of images and bad input."""
+"""Tests of onecurve/data/images.py: data sources, the cache, decoding, image order and bad input."""
 
 import errno
 import importlib
@@ -240,7 +240,7 @@ def test_images_much_taller_than_wide_are_shifted_within_themselves():
 
 
 def test_one_image_of_another_size_at_the_end_is_detected(tmp_path, monkeypatch):
-    monkeypatch.setattr(conversions, "SAMPLE", 2)  # Examine only the first and last image of a split
+    monkeypatch.setattr(conversions, "SAMPLE", 2)  # Examine only a split's first and last image
     root = class_folders(tmp_path / "data")
     picture(0, 32, 40).save(root / "val" / "b" / "1.png")
     folder = prepare_data(str(root), tmp_path / "cache")
@@ -258,7 +258,7 @@ def test_the_cache_key_is_the_content(tmp_path):
     assert prepare_data(str(elsewhere), cache) == first
     path = elsewhere / "test-00000-of-00001.parquet"
     before, data = path.stat(), bytearray(path.read_bytes())
-    # Damage the PNG header of an image without changing the length of the data.
+    # Damage an image's PNG header without changing the length of the data.
     data[data.index(b"IDAT") - 20] ^= 1
     path.write_bytes(data)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -279,7 +279,7 @@ def test_large_data_is_keyed_on_names_sizes_samples_and_times(tmp_path, monkeypa
     os.utime(path, (1, 1))
     second = prepare_data(str(root), cache)
     assert second != first
-    # Hosts compare the attribute `source`, which contains no times.
+    # Hosts compare the `source` attribute, which contains no times.
     assert open_images(second).source == open_images(first).source
     size = path.stat().st_size
     # Decoders ignore padding at the end of a file.
@@ -716,7 +716,7 @@ BAD = {
         ["no class folders"],
     ),
     "cut parquet": (lambda root: with_damage(root, slice(-100, None), b""), CUT),
-    # The zeros damage the header of a page.
+    # The zeros damage a page's header.
     "damaged parquet": (lambda root: with_damage(root, slice(4, 400), bytes(396)), CUT),
     "two sets": (
         lambda root: (parquet_folder(root / "fine"), parquet_folder(root / "coarse")),

@@ -1,4 +1,4 @@
-"""Tests that create and open the data described by each row of the table of layouts in docs/data.md."""
+"""Tests that create and open the data described by each row of the layout table in docs/data.md."""
 
 import re
 from pathlib import Path
@@ -48,7 +48,7 @@ def make(root: Path, layout: str) -> None:
 
 
 def write_list(path: Path, header: str, first: int) -> None:
-    """Write a list of the images in the next code span, whose numbers start at `first`."""
+    """Write a list of the images in the next code span, numbered from `first`."""
     rows = [header]
     for k in range(3 * EACH if "split" in header else EACH):
         split = ("train", "val", "test")[k // EACH]

@@ -29,12 +29,12 @@ from tests.distributed.test_agreement import two_hosts
 from tests.support.data_sets import write_shards
 from tests.support.s3 import BUCKET, FaultProxy, aws_env, s3, s3_proxy, use_s3  # noqa: F401 (fixtures)
 
-# Numbers of images per shard. Four streams read 54 images each, and most streams end inside a shard.
+# Number of images in each shard. Four streams read 54 images each, and most streams end inside a shard.
 TRAIN, VAL = (8, 10) * 12, (8, 8, 8, 8)
 STEPS = 9  # Number of steps per epoch
 SHARD_OF = np.repeat(np.arange(24), TRAIN)
 FILES = [f"train-{k:05d}.tar" for k in range(24)]
-SHARD_GIB = 30720 / 2**30  # Size of a shard in GiB, including headers, labels and tar padding
+SHARD_GIB = 30720 / 2**30  # Shard size in GiB, including headers, labels and tar padding
 ROOM = 18  # Number of shards that fit into the cache
 RECIPE = ImageRecipe(streams=4, shuffle_window=4, workers=0, cache_gib=ROOM * SHARD_GIB)
 STREAMS = ["--streams", "4", "--shuffle_window", "4", "--epochs", "2"]
@@ -65,7 +65,7 @@ def upload(folder: Path, name: str, server: str) -> str:
 
 @pytest.fixture
 def through_proxy(s3_proxy, monkeypatch):  # noqa: F811
-    """Return the proxy that handles all S3 requests of this process."""
+    """Return the proxy that handles all of this process's S3 requests."""
     use_s3(monkeypatch, s3_proxy.endpoint)
     return s3_proxy
 
@@ -107,7 +107,7 @@ def expected(epochs: int = 2) -> np.ndarray:
 
 @pytest.mark.parametrize("workers", [0, full(2)])
 def test_samples_equal_local_ones_and_the_cache_is_bounded(workers, local, url, through_proxy, tmp_path):
-    """Compare samples on two processes with samples from disk. The cache fits two thirds of the shards."""
+    """Compare two processes' samples with samples from disk. The cache fits two thirds of the shards."""
     remote = open_images(prepare_data(url, tmp_path / "cache"), RECIPE)
     disk = open_images(prepare_data(str(local), tmp_path / "here"), RECIPE)
     counts = []
@@ -131,9 +131,7 @@ def test_samples_equal_local_ones_and_the_cache_is_bounded(workers, local, url, 
 
 
 def test_an_epoch_fetches_each_shard_once_per_stream(url, through_proxy, tmp_path):
-    """Check that no shard that a stream still needs is evicted from a cache that fits two thirds of the
-    shards.
-    """
+    """Check that a cache that fits two thirds of the shards evicts no shard that a stream still needs."""
     read_epoch(training_split(url, tmp_path))
     streams = expected(1).reshape(STEPS, 4, 6).swapaxes(0, 1).reshape(4, -1)
     readers = Counter(file for samples in streams.tolist() for file in shards_of(samples))

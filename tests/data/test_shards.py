@@ -1,4 +1,4 @@
-"""Tests of shards on this host: refusals, the order of samples, broken images and training runs.
+"""Tests of shards on this host: refusals, sample order, broken images and training runs.
 
 The tests write shards with tarfile instead of prep_imagenet.py. test_shard_stream.py tests shards in S3.
 """
@@ -120,7 +120,7 @@ def test_the_content_of_shards_identifies_the_data(shards, images, tmp_path):
 
 
 def test_the_order_never_changes():
-    """Compare with the sample order of the first version. With a different order, runs can't resume."""
+    """Compare with the first version's sample order. With a different order, runs can't resume."""
     order = stream_order(7, 3, np.array([5, 3, 4, 6]), streams=2, window=4, batch_size=4)
     assert order.tolist() == [12, 13, 9, 8, 15, 16, 7, 10, 17, 14, 1, 11, 5, 6, 0, 2]
 
@@ -206,12 +206,12 @@ def without(key: str, *path: str):
 
 
 def shard(**fields):
-    """Change fields of the first shard in the val split."""
+    """Change fields of the val split's first shard."""
     return lambda f: change(f, lambda m: m["splits"]["val"]["shards"][0].update(fields))
 
 
 def index(save):
-    """Rewrite the index of the training split by calling `save(file, rows)`.
+    """Rewrite the training split's index by calling `save(file, rows)`.
 
     The manifest is updated with the SHA-256 of the new index.
     """
@@ -279,7 +279,7 @@ CHANGE = st.tuples(st.integers(0, 3), st.integers(0, 3), st.sampled_from(BOUNDS)
 @settings(max_examples=1000)
 @given(st.lists(CHANGE, max_size=2), st.sampled_from(ORDERS), st.sampled_from([1, 2, 2, 2]))
 def test_an_index_is_accepted_only_if_its_images_are_ordered_inside_their_shards(changes, order, count):
-    """Compare the check of an index with a check in Python integers, which do not overflow.
+    """Compare the index check with a check that uses Python integers, which do not overflow.
 
     `count` is the number of images in the first shard.
     """
@@ -321,7 +321,7 @@ def index_of(folder: Path, file: str) -> Path:
 
 
 def test_no_message_quotes_a_file_that_is_not_a_tar(tmp_path):
-    """Check that no message quotes a file that an index refers to, as a link in a class folder could do."""
+    """Check that no message quotes a non-tar file that an index refers to, because it may be private."""
     (tmp_path / "shadow").write_text(SECRET)
     folder = prepare_data(str(index_of(tmp_path / "index", str(tmp_path / "shadow"))), tmp_path / "cache")
     with pytest.raises(ValueError, match="offset 600") as error:
@@ -363,7 +363,7 @@ def test_a_broken_image_is_skipped(tmp_path, capsys):
     batches = read(split, plan)
     # The returned IDs match the plan, even for skipped images.
     assert [ids.tolist() for _, ids, _, _ in batches] == [ids.tolist() for _, ids in plan]
-    # The label of an image that replaces a broken image belongs to the new image.
+    # The label belongs to the replacement image, not to the broken image.
     assert [labels.tolist() for *_, labels in batches] == [[2, 1, 1, 1], [0, 0], [1, 1]]
     for _, _, pixels, _ in batches:
         assert pixels.flatten(1).float().std(1).min() > 0  # No returned image is uninitialized or blank

@@ -1,4 +1,4 @@
-"""Tests of a cache of prepared images on a machine with several users."""
+"""Tests of a prepared-image cache on a machine with several users."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.needs("root")  # The tests switch between users
 
 @contextmanager
 def user(uid: int):
-    """Run the body of the `with` statement as this user, without root's permissions."""
+    """Run the body of the `with` statement as this user, without root privileges."""
     os.setegid(uid)
     os.seteuid(uid)
     try:

@@ -131,9 +131,7 @@ def test_parquet_without_splits_is_refused(files, message, tmp_path):
 
 @pytest.mark.parametrize("hidden", [-1, None])
 def test_a_test_split_with_hidden_labels_is_left_out(hidden, tmp_path):
-    """Check that label numbers without names are classes, and that only the train split must contain all
-    classes.
-    """
+    """Check that unnamed integer labels are classes, and that only the train split must contain all."""
     for split, labels in {"train": [8, 3, 5], "val": [5, 3], "test": [hidden] * 2}.items():
         images = [png(len(labels) + (label or 0)) for label in labels]
         write_parquet(tmp_path / f"{split}.parquet", images, labels)
@@ -189,7 +187,7 @@ def test_a_hub_data_set_is_read_from_the_cache_without_network(hub_data, tmp_pat
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
-    for config in ("small", "large"):  # Layout of the cache of `datasets`
+    for config in ("small", "large"):  # Layout of the `datasets` cache
         cached = tmp_path / "hf" / "lab___pets" / config / "0.0.0" / HUB_COMMIT
         for split, rows in hub_data.items():
             file = tmp_path / f"{config}-{split}.parquet"
@@ -218,7 +216,7 @@ def test_a_hub_data_set_is_read_from_the_cache_without_network(hub_data, tmp_pat
 
 
 def test_a_hub_data_set_that_contains_files(tmp_path, monkeypatch):
-    """Open a hub data set whose rows store paths instead of bytes. load_dataset prefers a local folder."""
+    """Open a Hub data set whose rows store paths instead of bytes. load_dataset prefers a local folder."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
@@ -232,8 +230,8 @@ def test_a_hub_data_set_that_contains_files(tmp_path, monkeypatch):
 
 
 def test_labels_need_little_memory(tmp_path):
-    """Compare the memory of two label column types. As Python objects, 30 million labels took 40 s and
-    gigabytes.
+    """Compare the memory use of two label column types. As Python objects, 30 million labels took 40 s and
+    gigabytes of memory.
     """
     words, count = np.array(["cat", "dog", "ox"]), 2_000_000
     numbers = np.arange(count) % 3
@@ -308,7 +306,7 @@ def test_chosen_columns_absolute_paths_and_a_second_held_out_split(tmp_path):
 
 @pytest.mark.parametrize("ending", ["csv", "jsonl"])
 def test_hub_metadata_in_the_folder_of_each_split(ending, tmp_path):
-    """Check images in the metadata's folder or in a subfolder. Class folders without a list are classes."""
+    """Check images in the metadata's folder or in a subfolder. Without a list, class folders are classes."""
     splits = ("Train", "validation", "test")
     put(tmp_path, *(f"{split}/img/{k}.png" for split in splits for k in range(4)))
     for split in ("Train", "validation"):

@@ -136,7 +136,7 @@ def test_deepspeeds_config_gets_the_recipes_numbers(capsys):
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"), True),
-        # Message of a cuDNN error
+        # cuDNN error message
         (RuntimeError("GET was unable to find an engine to execute this computation"), True),
         (RuntimeError("NCCL Error 1: Failed to CUDA calloc async 608 bytes"), True),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."), True),
@@ -151,7 +151,7 @@ def test_out_of_memory_errors_are_recognised(error, expected):
 
 
 def test_an_error_that_does_not_mention_memory_is_quoted():
-    """Check that the message quotes an error whose cause may not be memory, such as an unsupported type."""
+    """Check that the message quotes an error that may not be a memory error, such as an unsupported type."""
     batch, on_cpu = share_out(64, 32, 1), Accelerator(cpu=True)
     error = RuntimeError("GET was unable to find an engine to execute this computation\nC++ stack")
     message = out_of_memory(on_cpu, batch, error)

@@ -102,7 +102,7 @@ def test_other_code_on_one_host(project_copy, tmp_path, cache):
 
 
 def test_other_data_on_one_host(tmp_path, cache):
-    """Train with the same flags on different images. A recipe contains only the name of the image folder."""
+    """Train with the same flags on different images. A recipe contains only the image folder's name."""
     from tests.support.data_sets import class_folders
 
     projects = (tmp_path / "cwd0", tmp_path / "cwd1")
@@ -182,7 +182,7 @@ if __name__ == "__main__":
 
 
 def test_ranks_wait_for_the_process_that_prepares_data(project_copy):
-    """Check that ranks that wait for prepared data receive the result or the error, or notice silence."""
+    """Check that ranks waiting for data receive the result or the error, or notice that rank 0 is silent."""
     (project_copy / "once.py").write_text(ONCE)
     status, output = Job([*torchrun(2), "once.py"], cwd=project_copy).wait()
     assert status != 0, output

@@ -1,4 +1,4 @@
-"""Tests of torch.compile for whole models and blocks: the number of graphs, results and refusals."""
+"""Tests of torch.compile for whole models and blocks: graph counts, results and refusals."""
 
 import copy
 import os

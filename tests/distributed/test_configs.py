@@ -111,14 +111,14 @@ def strategy_of(config: str) -> str:
 
 @pytest.fixture(scope="module")
 def parameters() -> int:
-    """Return the number of parameters of ViT-B/32 with 10 classes, the model in the READMEs' tables."""
+    """Return the parameter count of ViT-B/32 with 10 classes, the model in the READMEs' tables."""
     with torch.device("meta"):
         model = timm.create_model("vit_base_patch32_224", num_classes=10)
     return sum(p.numel() for p in model.parameters())
 
 
 def bytes_on_gpu(strategy: str, n: int) -> float:
-    """Return the peak memory of a step in bytes per parameter, with AdamW and bf16.
+    """Return a step's peak memory in bytes per parameter, with AdamW and bf16.
 
     The sum includes weights, gradients, fp32 copies and moments. The peak occurs at the start of the backward
     pass, when autocast's weight copies (2 bytes) exist, or in the optimizer's step.
@@ -181,7 +181,8 @@ def test_numbers_in_the_readme_of_ds_configs(parameters):
     rows = table(ROOT / "ds_configs" / "README.md", "File")
     assert set(rows) == {path.stem for path in JSONS}
     for file, (_, _, gpu, _, host, _) in rows.items():
-        # The host's memory contains 8 bytes for gradients or copies, 4 for fp32 weights and 8 for moments.
+        # For each parameter, host memory contains 8 bytes for gradients or copies, 4 for fp32 weights and 8
+        # for moments.
         on_host = 20 if file.endswith("_offload") else 0
         assert gpu == f"{bytes_on_gpu(file, 4) * parameters / 2**30:.2f}", file
         assert host == f"{on_host * parameters / 2**30:.2f}", file

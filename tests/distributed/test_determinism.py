@@ -16,9 +16,9 @@ from onecurve.run.ending import explained
 from tests.conftest import CNN, RESNET, VIT, result, run
 from tests.support.faults import called_first
 
-# Operations without a deterministic implementation on CUDA, according to the reference of
-# torch.use_deterministic_algorithms. nll_loss has a deterministic implementation, but nll_loss2d (for label
-# maps) does not.
+# Operations without a deterministic implementation on CUDA, according to the
+# torch.use_deterministic_algorithms reference. nll_loss has a deterministic implementation, but nll_loss2d
+# (for label maps) does not.
 NONE_ON_CUDA = {
     *("_adaptive_avg_pool2d_backward", "adaptive_max_pool2d_backward", "avg_pool3d_backward"),
     *("fractional_max_pool2d_backward", "grid_sampler_2d_backward", "reflection_pad2d_backward"),
@@ -30,7 +30,7 @@ NONE_ON_CUDA = {
 
 
 class Operations(TorchDispatchMode):
-    """Dispatch mode that writes the name of each operation of this thread to a file once."""
+    """Dispatch mode that writes the name of each operation in this thread to a file, once per name."""
 
     def __init__(self, file: Path):
         super().__init__()
@@ -92,7 +92,7 @@ def test_the_switches(monkeypatch):
 
 
 def test_an_operation_without_a_deterministic_form_is_reported():
-    """Pass the text of an error that torch raises only on a GPU."""
+    """Report an error with text that torch raises only on a GPU."""
     error = RuntimeError(
         "upsample_bilinear2d_backward_out_cuda does not have a deterministic implementation, but you set"
         " 'torch.use_deterministic_algorithms(True)'. You can turn off determinism just for this operation"

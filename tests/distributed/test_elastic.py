@@ -104,7 +104,7 @@ def test_a_number_of_hosts_that_does_not_divide_the_batch_waits_then_fails(agent
 
 
 def test_each_process_checks_the_promised_number_of_processes(monkeypatch):
-    """Check the promised number in each process, because a launcher may start processes as separate jobs."""
+    """Check WORLD_SIZE in each process, because a launcher may start the processes as separate jobs."""
     monkeypatch.setenv("LAUNCH_PROCESSES", "2")
     with pytest.raises(ValueError, match=r"^launch.py started 2 processes for this job, but WORLD_SIZE is"):
         start(Recipe())
@@ -115,7 +115,7 @@ def test_each_process_checks_the_promised_number_of_processes(monkeypatch):
     [
         ({"WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}, True),
         ({"WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "False"}, False),
-        ({"TORCHELASTIC_USE_AGENT_STORE": "True"}, False),  # Environment of a job on one host
+        ({"TORCHELASTIC_USE_AGENT_STORE": "True"}, False),  # Environment of a single-host job
         # The launchers accelerate and deepspeed use a static rendezvous.
         ({"WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none"}, False),
     ],
@@ -136,7 +136,7 @@ def test_each_attempt_gets_a_new_name_in_a_used_store():
             names[rank] = rendezvous._learn_attempt(client, rank, 10)
 
         threads = [threading.Thread(target=learn, args=(rank,)) for rank in (1, 2)]
-        threads[0].start()  # This rank starts before rank 0 and reads the name of the old attempt
+        threads[0].start()  # This rank starts before rank 0 and reads the old attempt's name
         threads[0].join(0.3)
         threads[1].start()
         names[0] = rendezvous._name_attempt(store, 3)
@@ -152,7 +152,7 @@ def test_each_attempt_gets_a_new_name_in_a_used_store():
 def test_restarts_without_progress_are_counted_in_the_run_folder(tmp_path, monkeypatch):
     """Check that restarts are counted in the run folder, not by torchrun's agents.
 
-    A start does not count if the previous run was told to stop or if a different agent starts the process.
+    A start does not count if the previous run was preempted or if a different agent starts the process.
     """
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1000")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "7")

@@ -1,4 +1,4 @@
-"""Tests that --deterministic is bitwise reproducible on any number of processes and after interruptions."""
+"""Tests that --deterministic is bitwise reproducible regardless of the process count and of interruptions."""
 
 import copy
 import functools
@@ -42,7 +42,7 @@ FLAGS += ["--mixed_precision", "no", "--trackers", "none", "--telemetry_s", "0",
 SCRIPTS = {
     "hello": ["train_hello.py", "--data_size", "1437", "--hidden_size", "50", *FLAGS],
     "cnn_a": [*CNN, "--data", "digits", *FLAGS],  # CNN-A uses fused AdamW
-    # CNN-B uses BatchNorm, and 1x1 convolutions on inputs of one pixel.
+    # CNN-B uses BatchNorm, and 1x1 convolutions on one-pixel inputs.
     "cnn_b": [*RESNET, "--image_size", "8", "--data", "digits", *FLAGS, "--clip_norm", "0.5"],
     "vit": [*VIT_WITH_ALL, *FLAGS],
 }
@@ -53,8 +53,8 @@ LAUNCHERS = {
     "fsdp 2": STRATEGIES["fsdp"],
     "fsdp 4": accelerate("fsdp_4gpu"),
 }
-# Pair that `make test` runs in this file. A test in this file trains `hello` on 4, 3 and 1 processes, and
-# scripts/test_any_model.py trains CNN-B under FSDP2.
+# Script and launcher that `make test` runs in this file. A test in this file trains `hello` with 4, 3 and 1
+# processes, and scripts/test_any_model.py trains CNN-B under FSDP2.
 QUICK = ("cnn_a", "ddp 2")
 TIMES = {"wall_s", "train/images_per_s", "train/mfu_pct"}
 
@@ -64,7 +64,7 @@ def words(script: str, cache: list) -> list:
 
 
 def bits(folder: Path) -> dict:
-    """Return the hashes of the tensor files in the last checkpoint, and the log without its times."""
+    """Return the hashes of the last checkpoint's tensor files, and the log without its times."""
     assert latest(folder).name == f"step_{STEPS:08d}"
     files = sorted(latest(folder).glob("*.safetensors"))
     hashes = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
@@ -140,7 +140,7 @@ def test_a_run_killed_on_four_and_three_processes_finishes_on_one(one_process, p
 
 @pytest.mark.full
 def test_a_block_that_each_micro_batch_may_skip(project_copy, tmp_path):
-    """Train a block that has no gradient in any micro-batch of some process in some steps."""
+    """Train a block that, in some steps, has no gradient in any of one process's micro-batches."""
     drop = "x = self.blocks[0](x)\n        is_left_out = self.training and torch.rand(()) < 0.5\n"
     drop += "        return self.head(x if is_left_out else x + self.blocks[1](x))"
     mutate(project_copy, "train_hello.py", "return self.head(self.blocks(x))", drop)
@@ -217,7 +217,7 @@ def added(module: ModuleType, gradients: torch.Tensor, processes: int = 1) -> to
     """Return the sum [n] that the last process computes for gradients of shape [micro-batches, n].
 
     The micro-batches are divided among the processes, which compute one after another. Each process adds its
-    contribution to the sum of the earlier processes.
+    contribution to the earlier processes' sum.
     """
     sent, sums = torch.zeros((), dtype=torch.float64), dist.ReduceOp.SUM
 
@@ -302,7 +302,7 @@ def test_a_gradient_that_is_too_large_is_refused():
 
 def test_a_bucket_without_gradients_adds_nothing_of_the_last_step(monkeypatch):
     def all_reduce(tensor, operation=dist.ReduceOp.SUM, async_op=False):
-        tensor += exact_sum.UNIT  # All gradient elements of the other process are 1
+        tensor += exact_sum.UNIT  # All of the other process's gradient elements are 1
         return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
@@ -342,7 +342,7 @@ def test_gradients_equal_torchs_and_are_none_where_torchs_are():
 
 
 def test_many_tensors_need_as_few_operators_as_one():
-    """Check that the number of operators, which are kernels on a GPU, does not grow with the tensors."""
+    """Check that the number of operators (kernels on a GPU) does not grow with the number of tensors."""
     counts = []
     for tensors in (1, 300):
         model = nn.ParameterList([torch.ones(100) for _ in range(tensors)])

@@ -93,7 +93,7 @@ def assert_only_the_head_was_trained(folder: Path, source: dict[str, torch.Tenso
     assert {name.rpartition("/")[0] for name in state} == head
     assert json.loads((checkpoint / "state.json").read_text())["optimizer"]["scalars"].keys() == head
     assert model.keys() == ema.keys() == source.keys()
-    assert (model["head.bias"] != 0).all()  # The initial bias of the head is 0
+    assert (model["head.bias"] != 0).all()  # The head's initial bias is 0
     for name in source.keys() - head - {"pos_embed"}:
         assert torch.equal(model[name], source[name]), name
         assert torch.equal(ema[name], source[name]), name
@@ -107,7 +107,7 @@ def test_each_layer_moves_by_its_learning_rate(uninterrupted, weights):
     total = sum(line.get("train/lr", 0) for line in lines(uninterrupted("layers") / "metrics.jsonl"))
     depth = len({name.split(".")[1] for name in initial if name.startswith("blocks.")})
     layers = {"cls_token": 0, "patch_embed.proj.bias": 0, "norm.bias": depth}
-    # Layer of parameters without weight decay
+    # Layers of parameters without weight decay
     layers |= {f"blocks.{i}.mlp.fc1.bias": i + 1 for i in range(depth)}
     for name, layer in layers.items():
         change = (final[name] - initial[name]).abs().max() / total

@@ -1,4 +1,4 @@
-"""Tests that a hanging job reports the awaited rank and the position of each rank.
+"""Tests that a hanging job reports the awaited rank and each rank's position.
 
 If a rank fails, the other ranks must end even while they are waiting in a collective, as they do under NCCL.
 """
@@ -95,7 +95,7 @@ def test_a_job_that_hangs_names_the_rank(file, code, message, tmp_path, project_
         (
             (9, 7),
             "all ranks are waiting in the same collective",
-        ),  # The CPU of rank 0 has launched more replays
+        ),  # Rank 0's CPU has launched more replays
         ((7, None), "rank 1 (node1) has not reached replay, where other ranks wait: training at train.py:7"),
     ],
 )

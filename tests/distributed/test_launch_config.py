@@ -373,7 +373,7 @@ TRAINED = {  # Answers with which training fails unless this project handles the
 @pytest.mark.full
 @pytest.mark.parametrize("name", TRAINED)
 def test_trained(name, tmp_path, cache):
-    """Launch a training run of two steps with these answers."""
+    """Launch a two-step training run with these answers."""
     config, script = TRAINED[name]
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(QUESTIONNAIRE | {"main_process_port": free_port()} | config))

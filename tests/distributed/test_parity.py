@@ -1,4 +1,4 @@
-"""Tests that every strategy on 2 processes matches a one-process run, and that broken code is detected.
+"""Tests that every strategy with 2 processes matches a one-process run, and that broken code is detected.
 
 With a batch size of 96, 1,437 digits and --holdout 11, an epoch has 14 steps. A run of 16 steps therefore
 includes the end of an epoch and data of the second epoch.
@@ -34,7 +34,7 @@ FLAGS = ["--batch_size", "96", "--per_device_batch_size", "48", "--epochs", "2",
 FLAGS += ["--log_every", "1", "--log_samples", "--mixed_precision", "no", "--trackers", "none"]
 SCRIPTS = {
     "hello": ["train_hello.py", "--data_size", "1437", *FLAGS],
-    "cnn_a": [*CNN, "--data", "digits", *FLAGS],  # The recipe of CNN-A does not clip gradients
+    "cnn_a": [*CNN, "--data", "digits", *FLAGS],  # CNN-A's recipe does not clip gradients
     # The flags select SGD, momentum and BatchNorm.
     "cnn_b": [*RESNET, "--data", "digits", *FLAGS, "--label_smoothing", "0.1"],
     "vit": [*VIT_WITH_ALL, *FLAGS],
@@ -45,13 +45,13 @@ for path in sorted(ROOT.glob("train_*.py")):
     SCRIPTS.setdefault(name, [path.name, "--config", f"recipes/{name}_digits.yaml", *FLAGS])
 TWO_PROCESSES = {name: (launcher, []) for name, launcher in STRATEGIES.items() if name != "single"}
 TWO_PROCESSES["deepspeed"] = (deepspeed("--num_gpus", "2"), ["--deepspeed_config", "ds_configs/zero2.json"])
-# Pairs that `make test` compares in this file. `make test` also compares DDP with CNN-A in test_exact_sum.py,
-# and CNN-B in scripts/test_any_model.py. `make test-all` runs all pairs.
+# Pairs of a script and a strategy that `make test` compares in this file. `make test` also compares DDP with
+# CNN-A in test_exact_sum.py, and CNN-B in scripts/test_any_model.py. `make test-all` runs all pairs.
 RING = {("hello", "zero3"), ("vit", "zero2")}
 
 
 def rows(quick, all_rows) -> list:
-    """Return the rows of a parameter table. Only `make test-all` runs the rows that are not quick."""
+    """Return the rows of a parameter table. Only `make test-all` runs rows that are not in `quick`."""
     return [row if row in quick else full(*row) for row in all_rows]
 
 
@@ -183,7 +183,7 @@ def test_parity_detects_a_mutant(mutant, one_process, project_copy, tmp_path, ca
 
 
 def test_the_default_recipes_are_compared():
-    """Check that FLAGS do not disable the recipes' features that make parity difficult."""
+    """Check that FLAGS do not disable the recipe features that make parity difficult."""
     text = (ROOT / "train_vit.py").read_text()
     for name in ("drop_path", "mixup", "cutmix", "ema_decay"):
         assert f"--{name}" not in SCRIPTS["vit"]

@@ -36,7 +36,7 @@ from tests.conftest import (
 )
 
 STEPS = 6
-# Maximum difference between losses of about 2.3. Differences measured over 20 steps on 2 CPU cores were 0
+# Maximum loss difference, for losses of about 2.3. Differences measured over 20 steps on 2 CPU cores were 0
 # under DDP, 0.00007 under FSDP2, 0.00009 under ZeRO-2 and 0.00016 under ZeRO-3, whose linear layers round
 # differently.
 LOSS_GAP = 5e-4
@@ -110,7 +110,7 @@ def test_a_json_that_enables_bf16_selects_deepspeeds_bf16(train, tmp_path):
 
 
 def test_a_step_that_deepspeed_skips_is_an_error():
-    """Replace DeepSpeed's loss scaler, which records whether the optimizer skips a step."""
+    """Simulate DeepSpeed's loss scaler, which is called with True if the optimizer skips a step."""
     reported = []
     zero = SimpleNamespace(_update_scale=reported.append, param_groups=[{"lr": 0.5}])
     refuse_skipped_steps(zero)

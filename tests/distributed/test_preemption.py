@@ -114,7 +114,7 @@ def test_the_launcher_is_process_1(launcher, tmp_path):
 @pytest.mark.needs("root")
 @pytest.mark.parametrize("launcher", ["accelerate, one process", "deepspeed"])
 def test_a_process_1_without_a_handler_is_reported(launcher, tmp_path):
-    """Check the warning that the kernel does not deliver SIGTERM to process 1 if it has no handler."""
+    """Check the warning that the kernel does not deliver SIGTERM to PID 1 unless it has a handler."""
     words = [*AS_PROCESS_1, *LAUNCHERS[launcher], *LONG, "--max_steps", "2"]
     output = run([*words, "--output_dir", tmp_path / "run"])
     assert "warning: SIGTERM to this container" in output

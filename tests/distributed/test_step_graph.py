@@ -84,7 +84,7 @@ ZERO = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=2, deepspeed_
 def train(
     strategy: str, words: list, folder: Path, *stops: int, **environment: str
 ) -> tuple[list, dict, dict, str]:
-    """Train a model, and interrupt and resume the run at each of the `stops`.
+    """Train a model, and interrupt and resume the run at each step in `stops`.
 
     Returns:
         The log, the tensors of the last checkpoint, result.json, and the output.
@@ -159,7 +159,7 @@ def test_ranks_train_the_same_and_mutants_are_detected(strategy, tmp_path):
 
 
 def test_the_model_is_wrapped_on_the_capture_stream(monkeypatch):
-    """Check the stream on which the model is wrapped, because DDP keeps it. Names replace the streams."""
+    """Check the stream on which the model is wrapped, because DDP keeps it. Strings replace the streams."""
     streams, used = ["default"], {}
 
     @contextmanager

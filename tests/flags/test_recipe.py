@@ -1,4 +1,4 @@
-"""Tests of flags, config files and the arithmetic of batch sizes."""
+"""Tests of flags, config files and batch-size arithmetic."""
 
 import dataclasses
 import json
@@ -179,7 +179,7 @@ def test_wrong_config_files(name, text, message, tmp_path, capsys):
 
 
 def test_the_last_of_several_values_wins(tmp_path):
-    """Check repeated flags, also of an earlier run. A list in a file counts as a single value."""
+    """Check repeated flags, including an earlier run's flags. A list in a file counts as a single value."""
     assert not parse(Sample, ["--no_pretrained", "--learning_rate=2"], ["--pretrained", "--lr=1"]).pretrained
     assert parse(CnnA, ["--widths", "4,8,32", "--widths", "8,8,8"]).widths == (8, 8, 8)
     (tmp_path / "a.yaml").write_text("widths: [4, 8, 32]\n")
@@ -208,7 +208,7 @@ def test_one_process_per_host_prints(monkeypatch, capsys):
     monkeypatch.setattr("onecurve.flags.fields.time.sleep", slept.append)
     with pytest.raises(SystemExit):
         parse(Sample, ["--epoch", "3"])
-    # The error waits because launchers kill all processes when one process exits.
+    # The error is delayed, because launchers kill all processes when one process exits.
     assert (capsys.readouterr().err, slept) == ("", [5])
 
 
@@ -220,7 +220,7 @@ def test_the_recipe_does_not_contain_machine_settings():
 
 @pytest.mark.parametrize("script", sorted(path.stem for path in ROOT.glob("train_*.py")))
 def test_the_facts_of_each_flag_are_consistent(script):
-    """Check that new flags have safe defaults without declarations and that no facts of a flag conflict."""
+    """Check that a new flag's undeclared facts have safe defaults and that no facts conflict."""
     recipe = recipe_class(load_script(ROOT / f"{script}.py"))
     facts, fields = facts_of(recipe), {field.name: field for field in dataclasses.fields(recipe)}
     assert facts.keys() == fields.keys()
@@ -298,7 +298,7 @@ def test_batch_arithmetic():
 def test_unset_streams_follow_from_the_batch_size(batch_size, streams):
     """Check that the number of streams does not depend on the number of processes.
 
-    The order of the images would otherwise depend on the number of processes.
+    Otherwise, the image order would depend on the number of processes.
     """
     assert ImageRecipe(batch_size=batch_size).streams == streams
     assert recipe_part(parse(CnnA, ["--batch_size", str(batch_size)]))["streams"] == streams

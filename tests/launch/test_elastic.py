@@ -1,4 +1,4 @@
-"""Tests of the hosts that train in each round of an elastic job, and of the job's end, on simulated hosts."""
+"""Tests of which hosts train in each round of an elastic job, and how the job ends, on simulated hosts."""
 
 import subprocess
 import time

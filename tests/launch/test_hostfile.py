@@ -1,4 +1,4 @@
-"""Tests that the hostfile is parsed in the same way as in DeepSpeed.
+"""Tests that the hostfile is parsed in the same way as by DeepSpeed.
 
 Mistakes in the hostfile are errors, even if DeepSpeed ignores them.
 """
@@ -71,7 +71,7 @@ def test_a_wrong_filter_is_refused(include, exclude, message, hostfile):
 
 
 def test_the_users_ssh_connection_does_not_define_the_hosts_network(monkeypatch):
-    """Simulate an ssh connection from a laptop to an address that the hosts do not use."""
+    """Simulate an SSH connection from a laptop to an address that the hosts do not use."""
     monkeypatch.setenv("SSH_CONNECTION", "192.0.2.7 50000 192.0.2.1 22")
     with start_on("localhost", "tools.launch.agent") as agent:
         hello = json.loads(agent.stdout.readline().removeprefix(EVENT))

@@ -1,4 +1,4 @@
-"""Synthetic runs for the tests of the log book, and helpers that read its pages."""
+"""Synthetic runs for the log book's tests, and helpers that read its pages."""
 
 import json
 import os
@@ -69,12 +69,12 @@ def write_lines(file: Path, lines: list[dict[str, Any]]) -> None:
 
 
 def change(file: Path, **changes: Any) -> None:
-    """Set keys in a JSON file to these values."""
+    """Set these keys in a JSON file."""
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def check(page: Path) -> None:
-    """Check that a page has complete tables and no foreign HTML, and that its pictures open."""
+    """Check that a page has complete tables and no foreign HTML, and that its images open."""
     text = page.read_text()
     for token in MARKDOWN.parse(text):
         if token.type == "html_block":
@@ -102,14 +102,14 @@ def rows(text: str) -> dict[str, list[str]]:
 
 
 def is_golden(name: str, text: str, runs: Path) -> bool:
-    """Compare a page with the stored page of this name, or store the page if WRITE_GOLDEN=1.
+    """Compare a page with the stored page called `name`, or store the page if WRITE_GOLDEN=1.
 
     Review the diff after storing a page.
 
     Args:
         name: Name of the stored page.
         text: Page to compare.
-        runs: Folder of the runs, which differs between tests.
+        runs: Folder that contains the runs, which differs between tests.
     """
     file, text = GOLDEN / name, text.replace(str(runs), "PLACE")
     if os.environ.get("WRITE_GOLDEN"):

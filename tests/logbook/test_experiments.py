@@ -63,7 +63,7 @@ def test_an_experiment_shows_its_commands(tmp_path):
 
 @pytest.mark.parametrize(("command", "reason"), [("", 3), ("kill -TERM $PPID", 143)])
 def test_an_experiment_names_the_step_that_failed(command, reason, tmp_path):
-    """Stop an experiment, also when the process of its first step does not exist yet."""
+    """Stop an experiment, even if its first step's process does not exist yet."""
     python = write_program(tmp_path, "#!/bin/bash\nsleep 1\nexit 3\n")
     write_program(tmp_path, f'#!/bin/bash\n{command}\nexec /bin/mkdir "$@"\n', "mkdir")
     path = f"{tmp_path}:{os.environ['PATH']}"
@@ -88,7 +88,7 @@ def test_an_experiment_passes_a_signal_on_and_waits(send, number, tmp_path):
 def test_the_share_of_a_process_is_the_largest_divisor_that_fits(batch, sizes, tmp_path):
     """Replace Python with a program that reports a largest batch size of 28.
 
-    For a share of 32, the training run must use the divisor 16.
+    For a per-process batch of 32, the training run must use micro-batches of 16.
     """
     python = write_program(tmp_path, SEARCHES.format(python=sys.executable))
     for line in ("# largest batch, fsdp\n", "# largest batch, fsdp: already done\n"):
@@ -159,7 +159,7 @@ def test_wrong_flags_and_variables_are_refused(name, flags, variables, message, 
 
 @pytest.mark.full
 def test_an_experiment_resumes_at_its_next_seed(tmp_path):
-    """Let two seeds finish and the third seed fail. The next start must resume with the third seed."""
+    """Let two seeds finish and the third fail. The next start must resume with the third seed."""
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "single_gpu_seed2").write_text("in the way")
     start = {"DATA": "digits", "SEEDS": 3, "LOGBOOK": tmp_path / "book"}

@@ -47,14 +47,14 @@ def project(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished_run(project, cache) -> tuple[Path, str]:
-    """Train a run on one process with all metrics, and return its folder and output."""
+    """Train a run with one process and all metrics, and return its folder and output."""
     output = run([*python(), *CNN, *FLAGS, *cache, "--output_dir", "runs/one"], cwd=project)
     run([*python(), "validate.py", project / "runs/one", *cache])
     return project / "runs/one", output
 
 
 def page_of(book, *words: object) -> str:
-    """Return the text of the page that a command wrote."""
+    """Return the text of the page written by a command."""
     status, output, errors = book(*words)
     assert (status, errors) == (0, "")
     file = Path(output.splitlines()[-2])
@@ -198,8 +198,8 @@ def gpu_run(folder: Path) -> Path:
     return folder
 
 
-# Changes at the starts of a run. Two starts begin at step 2 because the first start leaves no checkpoint. The
-# last start changes the recipe.
+# Changes at each of a run's starts. Two starts begin at step 2 because the first start leaves no checkpoint.
+# The last start changes the recipe.
 ONE = {"devices": ["NVIDIA T4"], "strategy": "single", "per_device_batch_size": 128}
 SEVERAL: list[dict[str, Any]] = [{"versions": {"torch": "2.11.0"}, "command": ["torchrun", "train_vit.py"]}]
 SEVERAL += [{"step": 2, "devices": ["NVIDIA T4"] * 4, "hosts": ["h1", "h2"], "strategy": "fsdp"}]
@@ -208,7 +208,7 @@ SEVERAL += [ONE | {"step": 4, "changed": {"lr": [0.1, 0.01]}, "command": ["pytho
 
 
 def test_a_page_lists_the_starts_of_its_run(book, tmp_path):
-    """Check that the starts appear in a page's title, settings and command, the index and a comparison."""
+    """Check that the page's title, settings and command, the index and a comparison show the starts."""
     last = {"strategy": "single", "processes": 1, "train_s": 9.0}
     folder = write_starts(write_run(tmp_path / "run", **last), *SEVERAL)
     assert is_golden("starts.md", page_of(book, "add", folder), tmp_path)
@@ -226,7 +226,7 @@ def test_a_page_lists_the_starts_of_its_run(book, tmp_path):
 
 
 def test_a_start_that_only_ended_the_run_is_not_its_setting(tmp_path):
-    """Let the first start train all 6 steps, and another start on one process complete result.json."""
+    """Let the first start train all 6 steps, and let another start with one process complete result.json."""
     folder = write_run(tmp_path / "run", strategy="single", processes=1)
     record = RunRecord(write_starts(folder, {}, ONE | {"step": 6}))
     assert (record.where, record.job) == ("DDP on 2 x NVIDIA T4", "ddp x 2")
@@ -329,9 +329,7 @@ def test_missing_or_broken_files_are_named(damage, tmp_path):
 
 
 def test_a_page_contains_nothing_from_outside_its_run(book, tmp_path):
-    """Add an untrusted run folder with links to the user's files, pipes, and a text file named like a
-    picture.
-    """
+    """Add an untrusted run folder with links to the user's files, pipes, and text files named like images."""
     secret, folder = tmp_path / "home" / "id_rsa", gpu_run(tmp_path / "run")
     secret.parent.mkdir()
     secret.write_text("SECRET")
@@ -359,7 +357,7 @@ def test_a_page_contains_nothing_from_outside_its_run(book, tmp_path):
 ODD = ["\n", "\r\n", "\t", "\x1b[31m", "\u202e", "\ud800", " ", "a", "|", "`", "```", "<b>", "<!--", "-->"]
 ODD += ["&amp;", "\\", "_a_", "*a*", "**a", "[u](v)", "![", "~~a~~", "$x$", "# ", "../"]
 TEXTS = st.permutations(ODD).map(lambda odd: ["".join(odd[k : k + 3]) for k in range(0, len(odd), 3)])
-# Each list of texts contains all strings of ODD.
+# Each list of texts contains every string in ODD.
 TEXTS = st.builds(operator.add, TEXTS, st.lists(st.text(max_size=9), max_size=5))
 NAME = st.permutations(ODD).map(lambda odd: "".join(odd[:8])) | st.binary(max_size=9).map(os.fsdecode)
 NAME = NAME.map(lambda name: "x" + re.sub("[/\0\ud800-\udc7f\udd00-\udfff]", "", name))
@@ -504,9 +502,7 @@ def test_runs_that_saw_different_images_are_not_compared(name, book, tmp_path):
 
 
 def test_columns_are_named_by_what_differs(tmp_path):
-    """Check that columns are named by the data's content, because a data set may be stored under several
-    names.
-    """
+    """Check that columns are named after the data's content, because a data set may have several names."""
 
     def names(*changes: dict, **facts) -> list[str]:
         parent = tmp_path / f"{len(list(tmp_path.iterdir()))}"
@@ -542,7 +538,7 @@ def test_columns_are_named_by_what_differs(tmp_path):
     ],
 )
 def test_doubtful_times_get_a_remark(speeds, train_s, doubts, book, tmp_path):
-    """Check remarks on a slower first run, which was trained on one process."""
+    """Check remarks on a slower first run, which was trained with one process."""
     slow_run = write_run(tmp_path / "one", strategy="single", processes=1, train_s=train_s)
     fast_run = write_run(tmp_path / "two", train_s=5.0)
     lines = [{"step": k, "epoch": k, "wall_s": k, "train/images_per_s": v} for k, v in enumerate(speeds)]

@@ -80,7 +80,9 @@ def test_runs_of_one_recipe_and_seed_are_no_sample(book, tmp_path):
 
 
 def test_a_page_over_folds(book, tmp_path):
-    """Check Student's t intervals whose errors are sqrt(1/3 + 1/2) deviations (Nadeau and Bengio)."""
+    """Check Student's t intervals. A standard error is sqrt(1/3 + 1/2) standard deviations (Nadeau and
+    Bengio).
+    """
     runs = []
     for model, accuracies in {"vit_a": (0.8, 0.75, 0.7), "vit_b": (0.5, 0.75, 0.2)}.items():
         for fold, accuracy in enumerate(accuracies, 1):

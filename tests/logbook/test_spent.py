@@ -1,4 +1,4 @@
-"""Tests of the time that a run spent: its parts, the work lost at restarts, and the section on the page."""
+"""Tests of the time that a run spent: its breakdown, the work lost at restarts, and the page's section."""
 
 from typing import Any
 

@@ -121,7 +121,7 @@ def test_every_number_of_tokens(size, first):
 
 
 def layer(tokens: int = 50, **options: Any) -> Any:
-    """Return timm's attention with two heads of 32, in the form that wrap() produces on a supported GPU."""
+    """Return timm's attention with two heads of size 32, as wrap() modifies it on a supported GPU."""
     options = {"dim": 64, "num_heads": 2, "norm_layer": nn.LayerNorm} | options
     model = nn.Sequential(timm.layers.Attention(**options))
     speed_up(model)
@@ -217,7 +217,7 @@ def test_a_vits_layers_know_their_tokens():
 
 
 def test_cudnn_comes_first_for_many_tokens_in_training(monkeypatch):
-    """Record which of torch's kernels has priority while the attention is called."""
+    """Record which of torch's attention kernels has priority while the attention is called."""
     firsts, module = [], layer(tokens=0)
     call = torch.nn.functional.scaled_dot_product_attention
 
@@ -261,7 +261,7 @@ def test_a_compiled_layer_launches_the_same_kernels(tokens, warps):
     warps.
 
     The kernels must receive the same tensors as without compilation. No input is copied, and no argument is a
-    number.
+    Python number.
     """
     import triton
     from torch._dynamo.backends.common import aot_autograd
@@ -308,8 +308,8 @@ def test_a_compiled_layer_launches_the_same_kernels(tokens, warps):
 @pytest.mark.full
 @pytest.mark.parametrize("capability", [80, 86, 90, 100, 120])
 def test_the_kernels_fit_every_gpu(capability):
-    """Compile the kernels without a GPU. Kernels must fit CUDA's documented shared memory and
-    not use fp64.
+    """Compile the kernels without a GPU. Kernels must fit into CUDA's documented shared memory and avoid
+    fp64.
     """
     import triton
     from triton.backends.compiler import GPUTarget

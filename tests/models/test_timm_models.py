@@ -53,7 +53,7 @@ def results(layer: nn.Module, inputs: Tensor, **more: Any) -> tuple[list[Tensor]
     ],
 )
 def test_a_patch_embedding_is_a_product_in_training(options, size, formats):
-    """Check each combination of memory formats of images and weights: contiguous or channels_last."""
+    """Check each combination of image and weight memory formats: contiguous or channels_last."""
     torch.manual_seed(0)
     memory_formats = {"C": torch.channels_last, "N": torch.contiguous_format}
     images_format, weights_format = (memory_formats[name] for name in formats)

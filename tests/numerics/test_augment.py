@@ -1,4 +1,4 @@
-"""Tests that compare the augmentation of batches and of single images, and tests of decoding benchmarks."""
+"""Tests that compare batch augmentation with single-image augmentation, and tests of decoding benchmarks."""
 
 import itertools
 import json
@@ -119,7 +119,7 @@ OPERATIONS = (v2.functional.adjust_brightness, v2.functional.adjust_contrast, v2
 @pytest.mark.parametrize("alone", [0, 1, 2, None])
 def test_color_jitter_matches_torchvision_in_every_order(images, alone):
     draws = uniforms(0, 0, np.arange(64), DRAWS)[:, COLOR]
-    if alone is not None:  # A draw of 0.5 is a factor of 1, which disables the other two operations
+    if alone is not None:  # A draw of 0.5 yields a factor of 1, which disables the other two operations
         draws[:, [k for k in range(3) if k != alone]] = 0.5
     jittered = color_jitter(images, draws, 0.4)
     assert (jittered.shape, jittered.dtype, jittered.is_contiguous()) == (images.shape, torch.uint8, True)

@@ -22,7 +22,7 @@ from onecurve.numerics.order import (
 
 
 def test_orders_never_change():
-    """Compare with the sample order of the first version. With a different order, runs can't resume."""
+    """Compare with the first version's sample order. With a different order, runs can't resume."""
     assert order(0, 0, 8).tolist() == [3, 7, 4, 0, 2, 6, 5, 1]
     assert order(7, 3, 8).tolist() == [5, 3, 1, 6, 7, 4, 2, 0]
     draws = [0.7494258473294089, 0.2957477098503827, 0.04762140972786788]
@@ -30,7 +30,7 @@ def test_orders_never_change():
 
 
 def test_a_choice_by_hash_never_changes():
-    """Compare with the selection of the first version.
+    """Compare with the first version's selection.
 
     A larger selection contains each smaller selection and covers all IDs evenly.
     """
@@ -43,7 +43,7 @@ def test_a_choice_by_hash_never_changes():
 
 @st.composite
 def jobs(draw) -> tuple[Samples, Batch]:
-    """Generate samples of either type, and a batch."""
+    """Generate shuffled or streamed samples, and a batch."""
     processes, accumulations, per_device = (draw(st.integers(1, maximum)) for maximum in (6, 4, 4))
     batch = share_out(processes * accumulations * per_device, per_device, processes)
     if draw(st.booleans()):
@@ -92,7 +92,7 @@ def test_evaluation_has_every_sample_once_and_equal_shapes(count, size, processe
     assert len({len(plan) for plan in plans}) == 1
     assert all(len(ids) == size and ids.max() < count for plan in plans for ids, _ in plan)
     counted = [i for plan in plans for ids, valid in plan for i in ids[:valid].tolist()]
-    assert counted == list(range(count))  # Each process reads only its part of the order
+    assert counted == list(range(count))  # Each process reads only its slice of the order
     for plan in plans:
         read_ids = {i for ids, _ in plan for i in ids.tolist()}
         assert len(read_ids) <= size * -(-count // (size * processes)), "what fills up is one of its own"

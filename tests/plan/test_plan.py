@@ -55,7 +55,7 @@ def parameter_bytes() -> int:
     ],
 )
 def test_a_trace_matches_the_engine(config, share, sent):
-    """Compare a device's memory and the exchanged bytes with the number of parameters in bytes."""
+    """Compare a device's memory and the exchanged bytes with the size of the parameters in bytes."""
     whole, trace = parameter_bytes(), traced(config, 4, hosts=2)
     assert trace.parameters == pytest.approx(whole / share, rel=0.05)
     # DeepSpeed's bucket contains its gradients, and DeepSpeed also keeps master weights.
@@ -80,7 +80,7 @@ def test_a_plan_counts_the_bytes_of_the_attention_kernel():
         name: traced("single_gpu", 1, script=script, sizes=(4, 8), mixed="bf16", device=name)
         for name in ("cpu", "NVIDIA H200", "Tesla T4")
     }
-    part = 2 * 4 * 17 * 64  # Product of bytes per number, images, tokens, and numbers per token
+    part = 2 * 4 * 17 * 64  # Bytes per element x images x tokens x elements per token
     kernels = [("bfloat16", 4 * 4 * 17**2 * 64, 4 * part), ("bfloat16", 10 * 4 * 17**2 * 64, 8 * part)]
     added = Counter(map(tuple, traces["NVIDIA H200"].operations)) - Counter(
         map(tuple, traces["cpu"].operations)
@@ -103,7 +103,7 @@ def test_hybrid_sharding_sends_a_share_between_the_hosts():
 
 
 def test_a_sharded_optimizer_holds_only_its_shards():
-    """Check that fake tensors with full shapes, which DTensor creates before an operator, don't count."""
+    """Check that the full-shape fake tensors that DTensor creates before an operator are not counted."""
     trace = traced("fsdp_4gpu", 4, script=["train_cnn_a.py", "--batch_size=4"], sizes=(1,))
     assert trace.peaks[1]["Optstate"] == pytest.approx(trace.optimizer, rel=0.01)
 
@@ -184,7 +184,7 @@ def test_an_exchange_hides_behind_the_backward_pass():
 
 
 def planned(batch_size: int, file: Path, monkeypatch) -> tuple[list[dict], str]:
-    """Return the lines of a plan and the output of plan.py."""
+    """Return a plan's lines and plan.py's output."""
     words = ["--gpus", 1, "--gpu", "Tesla T4", "--output", file, "train_cnn_a.py"]
     words += ["--data=digits", f"--batch_size={batch_size}"]
     monkeypatch.setattr(subprocess, "Popen", forks.Popen)  # forks.Popen supports only one thread

@@ -62,7 +62,7 @@ def test_a_graph_is_planned_where_a_step_supports_it(flags, strategy, expected):
     assert Planning([*SMALL, *flags], HOSTS).execution(strategy) == expected
 
 
-# Measured images/s with DDP on one process of an H200 over NCCL at batch 512, without a graph
+# Measured images/s with one DDP process on an H200 over NCCL at batch 512, without a graph
 # (docs/performance.md)
 DDP = {"train_cnn_b.py": 60_131, "train_cnn_a.py": 182_850}
 

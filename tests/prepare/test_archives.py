@@ -113,7 +113,7 @@ def pax(record: bytes) -> bytes:
 
 NAME, SIZE = 0, 124
 PLAIN, SPECIAL, DAMAGED = "not a plain relative name", "or another special file", "truncated or damaged"
-REFUSALS = {  # Blocks of the member, the member's name in the message, and the reason, for each refusal
+REFUSALS = {  # Member's blocks, its name in the message, and the reason, for each refusal
     "parent": (header("../a.JPEG"), "../a.JPEG", PLAIN),
     "parent within": (header("a/../b.JPEG"), "a/../b.JPEG", PLAIN),
     "absolute": (header("/etc/passwd"), "/etc/passwd", PLAIN),
@@ -207,8 +207,8 @@ IN_S3 = f"s3://{BUCKET}/train.tar"
 
 @pytest.fixture
 def store(s3_proxy, monkeypatch, capfd, ilsvrc):  # noqa: F811
-    """Upload the train archive to a bucket behind a fault proxy, and let clients read small parts and retry
-    at once.
+    """Upload the train archive to a bucket behind a fault proxy. Clients read small parts and retry
+    immediately.
 
     No output may contain the secret.
     """

@@ -8,7 +8,7 @@ from tests.support.imagenet import fails, prep
 
 
 def content(split: ArraySplit | FileSplit | ShardSplit) -> Counter:
-    """Count pairs of pixels and labels, in any order."""
+    """Count (pixels, label) pairs, regardless of their order."""
     images = split.images if isinstance(split, ArraySplit) else map(split.open().decode, range(len(split)))
     return Counter((pixels.tobytes(), int(k)) for pixels, k in zip(images, split.labels, strict=True))
 

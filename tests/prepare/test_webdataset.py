@@ -36,7 +36,7 @@ def project_shards(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def foreign(project_shards) -> Path:
-    """Copy the tar files of the shards without the manifest and the indices."""
+    """Copy the shards' tar files without the manifest and the indices."""
     folder = project_shards.parent.parent / "theirs" / "wds"
     shutil.copytree(
         project_shards, folder, ignore=lambda _, names: [n for n in names if not n.endswith(".tar")]
@@ -60,7 +60,7 @@ def training_split(data: str, cache: Path) -> ShardSplit:
 
 
 def ids_of(train: ShardSplit, processes: int) -> list[list[int]]:
-    """Return the samples in an epoch's micro-batches from step 3 on."""
+    """Return the samples in an epoch's micro-batches, starting at step 3."""
     batch = share_out(24, 6, processes)
     ranks = [list(training_plan(train, batch, rank, 0, 3, STEPS)) for rank in range(processes)]
     size = batch.accumulations
@@ -96,7 +96,7 @@ def test_nothing_is_copied_and_the_order_is_that_of_our_shards(
 @pytest.mark.full
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_an_interrupted_training_from_s3(processes, in_s3, tmp_path):
-    """Resume a run that began on one process with its index in S3. The sample order must not change."""
+    """Resume a one-process run whose index is in S3. The process count must not change the sample order."""
     index = f"s3://{BUCKET}/index-{processes}"
     prep(*FROM_SHARDS, "--data", in_s3.url, "--out", index, "--work_dir", tmp_path / "work")
     words = [*VIT, "--data", index, "--streams", 4, "--shuffle_window", 4, "--epochs", 2, *NO_WORKERS]

@@ -39,7 +39,7 @@ def project(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(project, tmp_path_factory, cache):
-    """Return the folder of a run that trains all steps without an early end."""
+    """Return the folder of a run that trains all steps."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     run([*FLAGS, *cache, "--output_dir", folder], cwd=project, env=HALF_THE_CORES)
     return folder

@@ -1,4 +1,4 @@
-"""Tests that an evaluation counts every image once, for example 37 images on 1 and 3 processes."""
+"""Tests that an evaluation counts every image once, for example 37 images with 1 and 3 processes."""
 
 import json
 import re
@@ -23,7 +23,7 @@ IMAGES = 37  # Number of images in the validation set
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory, cache) -> list:
-    """Return a training command for data with few images of one class and many images of another class."""
+    """Return a training command for data with few images of one class and many of another."""
     data = class_folders(tmp_path_factory.mktemp("prime") / "images", train=96, val=61)
     for file in sorted((data / "val" / "a").iterdir())[:24] + sorted((data / "train" / "a").iterdir())[:44]:
         file.unlink()

@@ -1,4 +1,4 @@
-"""Test of SIGKILL, SIGTERM and SIGHUP at random moments. Results are bitwise identical to an undisturbed run.
+"""Test that a run's results stay bitwise identical despite SIGKILL, SIGTERM and SIGHUP at random moments.
 
 Each start trains one more epoch (--max_steps), so that signals also interrupt the end of a run. FUZZ_SEED
 (default 0) determines the signal, the phase and the delay, but the exact moment depends on the machine.

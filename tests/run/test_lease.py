@@ -208,7 +208,7 @@ def test_resume_never_is_refused_if_the_launcher_restarts(tmp_path, monkeypatch)
 
 
 def test_a_run_that_ends_while_another_looks_for_its_folder(tmp_path, monkeypatch):
-    """Let another run start and end between the check of the folder and the record of the owner."""
+    """Let another run start and end after the folder is checked and before the owner is recorded."""
 
     class Late(Lease):
         def __init__(self, record, *rest):

@@ -26,7 +26,7 @@ def disk(tmp_path_factory):
 
 
 class Trained:
-    """Folders of a run that was killed after its last checkpoint and of an undisturbed run."""
+    """Folders of a run that was killed after its last checkpoint and of an uninterrupted run."""
 
     def __init__(self, parent: Path, cache: list):
         self.words = [*CNN, *cache]
@@ -57,7 +57,7 @@ class Trained:
         return Job([*self.words, "--output_dir", folder], env=env).wait()
 
     def assert_completed(self, folder: Path) -> None:
-        """Check that a completed run's results are identical to the results of the undisturbed run."""
+        """Check that the completed run's results are identical to the uninterrupted run's."""
         assert_same_end(folder, self.straight)
         checkpoints = sorted((folder / "checkpoints").iterdir())
         assert [path.name for path in checkpoints] == ["index.json", "step_00000014"]
@@ -110,7 +110,7 @@ def test_one_end_with_many_faults(trained, disk, tmp_path):
 
 
 def test_a_script_that_finds_the_disk_full(disk, project_copy, tmp_path):
-    """Fill the disk while train_hello.py draws its picture and the last checkpoint is written."""
+    """Fill the disk while train_hello.py draws its plot and the last checkpoint is written."""
     draw = "            plot(run.folder"
     mutate(project_copy, "train_hello.py", draw, f"            run.ranks.saver.wait()\n{draw}")
     words = ["train_hello.py", "--epochs", "1", "--trackers", "none", "--telemetry_s", "0"]

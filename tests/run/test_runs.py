@@ -1,4 +1,4 @@
-"""Tests of a run's outputs: the folder's name, result.json, a picture, and the tables at the end."""
+"""Tests of a run's outputs: the folder's name, result.json, a plot, and the tables at the end."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ def test_a_loss_without_classes_is_plotted_on_a_log_scale(name, scale, tmp_path,
 
 @pytest.mark.parametrize("launcher", [python(), full(torchrun(2))], ids=["python", "torchrun"])
 def test_a_closed_output_stops_nothing(launcher, tmp_path):
-    """Close the reader of the output, as Ctrl-C does with `| tee`. The run must continue to its end."""
+    """Close the output's reader, as Ctrl-C does with `| tee`. The run must continue to its end."""
     words = ["train_hello.py", "--max_steps", "60", "--log_every", "1", "--trackers", "none"]
     job = Job([*launcher, *words, "--output_dir", tmp_path / "run"], warm=launcher == python())
     read_until("step 2/", job)
@@ -51,7 +51,7 @@ def test_a_closed_output_stops_nothing(launcher, tmp_path):
 
 
 def test_an_unfinished_run_with_one_other_value_is_named(tmp_path):
-    """Check the hint about an unfinished run, also for a run whose name contains a flag's value."""
+    """Check the hint about an unfinished run, including a run whose name contains a flag's value."""
     words = ["train_hello.py", "--trackers", "none", "--model_folder", tmp_path, "--name", "mine_{epochs}"]
     words += ["--epochs", 9, "--max_steps"]
     run([*words, 3])
@@ -101,7 +101,7 @@ RESULT |= {"parameters": 1_000, "epoch_s": 0.5, "steps": 30, "best_by": "accurac
 
 
 def test_a_table_says_which_weights_to_use_and_why(tmp_path, capsys):
-    """Check the tables of a run whose best checkpoint is not the last, stored on disk and then only in S3."""
+    """Check the tables of a run whose best checkpoint is not its last, first on disk and then only in S3."""
     steps = {f"checkpoints/step_000000{step}": step for step in (20, 30)}
     for checkpoint in steps:
         for name in ("model", "ema"):

@@ -1,4 +1,4 @@
-"""Tests of when --checkpoint_s writes the checkpoints of short epochs, and of the work that a kill loses."""
+"""Tests of when --checkpoint_s writes checkpoints if epochs are short, and of the work lost to a kill."""
 
 import itertools
 import threading

@@ -25,7 +25,7 @@ def folder(tmp_path_factory, cache):
 
 
 def contents(folder: Path) -> Iterator[tuple[Any, dict]]:
-    """Yield each schema with the content of a file, or with each line of a file with one record per line."""
+    """Yield each schema with a file's content, or with each line of a JSON Lines file."""
     for schema, name in {RecipeFile: "recipe.json", Result: "result.json"}.items():
         yield schema, json.loads((folder / name).read_text())
     for schema, name in {StartLine: "starts.jsonl", MetricsLine: "metrics.jsonl"}.items():

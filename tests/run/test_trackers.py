@@ -36,7 +36,7 @@ WANDB |= {"WANDB_TAGS": "a,b", "WANDB_NOTES": "some notes"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, cache, stoppable) -> Path:
-    """Train on two processes with both trackers, and with W&B's variables but without a W&B key."""
+    """Train with two processes and both trackers, and with W&B's variables but without a W&B key."""
     parent = tmp_path_factory.mktemp("shared") / "weights"
     words = [*torchrun(2), *CNN, *FLAGS, *BOTH, "--telemetry_s", "0.1", *cache]
     output = run([*words, "--model_folder", parent], cwd=stoppable, env=WANDB | {"STEP_S": "0.05"})
@@ -116,7 +116,7 @@ def test_curves_for_the_hub_have_neither_recipe_nor_pictures(folder, tmp_path):
 
 
 def test_wandb_matches_metrics_jsonl(folder):
-    """Check that one process logs one run, and that every curve uses the optimizer step as its axis."""
+    """Check that one process logs one run, and that every curve uses the optimizer step as its x-axis."""
     (file,) = folder.glob("wandb/offline-run-*-chosen1/run-chosen1.wandb")
     records = wandb_records(file)
     history = [
@@ -299,7 +299,7 @@ def server(request) -> Iterator[tuple[str, list]]:
 
 
 def answer_of_wandb(path: str, body: bytes, url: str) -> dict:
-    """Return the response of W&B's server, which reports that the user stops a run once a loss is logged."""
+    """Return the W&B server's response, which stops the run as a user would, once a loss is logged."""
     if "file_stream" in path:
         return {"stopped": b"train/loss" in body}
     request = json.loads(body) if path == "/graphql" else {"query": ""}
@@ -325,7 +325,7 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def pictures(folder: Path) -> dict[str, Path]:
-    """Return the file of each picture by the picture's name in the trackers."""
+    """Map each image's name in the trackers to its file."""
     return {f"plots/{name}": folder / "plots" / f"{name}.png" for name in ("confusion", "predictions")}
 
 
@@ -343,7 +343,7 @@ def wandb_records(file: Path) -> list:
             continue
         parts.append(data[position + 7 : position + 7 + length])
         position += 7 + length
-        if record_type in (1, 4):  # Types of a whole record and of the last part of a record
+        if record_type in (1, 4):  # Types of a full record and of a record's last fragment
             records.append(Record.FromString(b"".join(parts)))
             parts = []
     return records

@@ -19,7 +19,7 @@ from tests.support.compare import assert_same_training
 
 SECTION = (ROOT / "docs" / "models.md").read_text().partition("## Models to train\n")[2]
 TABLE = re.findall(r"^\| `([\w.]+)` \|.*\| (.*) \|$", SECTION.partition("\n## ")[0], re.MULTILINE)
-QUICK = ("test_efficientnet",)  # Model with BatchNorm and three classes of blocks
+QUICK = ("test_efficientnet",)  # Model with BatchNorm and three block classes
 # Models in which BatchNorm averages so few values that rounding errors grow beyond the tolerance. Tests of
 # these models use --deterministic.
 ROUGH = ("densenet121", "ghostnet_050", "rexnet_100")

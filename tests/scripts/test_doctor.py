@@ -1,4 +1,4 @@
-"""Tests of doctor.py on virtual hosts with injected faults. Simulated facts replace the hosts' GPUs."""
+"""Tests of doctor.py on virtual hosts with injected faults. Facts about the hosts' GPUs are simulated."""
 
 import contextlib
 import copy
@@ -38,7 +38,7 @@ def examine(tmp_path, *flags, count=2, env=None) -> tuple[int, str, list[tuple[s
 
 
 def test_sound_hosts(cluster, tmp_path):
-    """Check that healthy hosts pass all checks, including an all-reduce on three processes.
+    """Check that healthy hosts pass all checks, including an all-reduce across three processes.
 
     A dangling link in the --data folder must not fail a check.
     """
@@ -126,7 +126,7 @@ def test_one_host_with_s3_and_a_script(tmp_path, s3):  # noqa: F811
 
 
 def test_a_host_answers_as_deepspeed_asks_it(request, monkeypatch):
-    """Check the default hostfile without ssh, and then with a running sshd.
+    """Check the default hostfile without SSH, and then with a running sshd.
 
     DeepSpeed also requires pdsh if there are several hosts.
     """

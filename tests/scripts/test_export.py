@@ -109,7 +109,7 @@ def open_run(run_folder: Path, scratch: Path, cache: list) -> Exported:
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "I;16"])
 def test_an_exported_model_prepares_pictures_like_predict(mode, tmp_path):
-    """Check EXIF rotation, transparent pixels, which become white, and the scaling of 16-bit values."""
+    """Check that EXIF rotations are applied, transparent pixels become white and 16-bit values are scaled."""
     values = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.2, 0.3)}
     config = values | {"input_size": (3, 32, 32), "crop_pct": 1.0}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -310,7 +310,7 @@ def test_code_that_needs_more_than_torch_is_refused(runs, tmp_path, cache):
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Fake hub server that answers all requests of an upload of small files."""
+    """Fake Hub server that answers all requests needed to upload small files."""
 
     def do_POST(self) -> None:
         length = int(self.headers.get("Content-Length", 0))
@@ -342,7 +342,7 @@ class Hub(BaseHTTPRequestHandler):
 
 
 def test_push(exported, runs, tmp_path, cache):
-    """Upload an exported folder with the hub's client to a server on the loopback interface."""
+    """Upload an exported folder with the Hub client to a server on the loopback interface."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         server.requests = []
         Thread(target=server.serve_forever, daemon=True).start()

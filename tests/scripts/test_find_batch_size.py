@@ -43,7 +43,7 @@ def find(tmp_path: Path, config: str, *words: str) -> tuple[dict, str]:
 
 
 def check(search_result: dict) -> None:
-    """Check that the answer's trial ran and that the next larger size was out of memory."""
+    """Check that the trial of the answer ran and that the next larger size ran out of memory."""
     outcomes = {trial["per_device_batch_size"]: trial["outcome"] for trial in search_result["trials"]}
     assert outcomes[search_result["answer"]] == "ran"
     assert outcomes[search_result["answer"] + search_result["quantum"]] == "out of memory"

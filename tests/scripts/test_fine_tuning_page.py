@@ -25,7 +25,7 @@ def test_a_command_is_understood(command, monkeypatch):
 
 
 def test_the_readme_uses_the_learning_rate_of_the_page():
-    """Check that the README's command divides the recipe's learning rate and batch size by one factor."""
+    """Check that the README command divides the recipe's learning rate and batch size by the same factor."""
     [line] = re.findall(r"^python (train_vit.py .*finetune_small.*)$", (ROOT / "README.md").read_text(), re.M)
     recipe = parse(Vit, [*shlex.split(line)[1:], f"--config={ROOT}/recipes/vit_b16_finetune_small.yaml"])
     of_file = parse(Vit, [f"--config={ROOT}/recipes/vit_b16_finetune_small.yaml"])
@@ -35,7 +35,7 @@ def test_the_readme_uses_the_learning_rate_of_the_page():
 @pytest.mark.full
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_trains(command, tmp_path, cache):
-    """Run each command with a small model's weights instead of weights from the hub or from a run."""
+    """Run each command with a small model's weights instead of weights from the Hub or from a run."""
     model = timm.create_model("test_vit", img_size=32, patch_size=8, num_classes=5)
     save_file(model.state_dict(), tmp_path / "small.safetensors")
     small = [*SMALL["train_vit.py"], *cache, "--weights", tmp_path / "small.safetensors"]
@@ -45,7 +45,7 @@ def test_a_command_trains(command, tmp_path, cache):
 
 @pytest.mark.parametrize("name", [full("finetune"), "linear_probe"])
 def test_dinov3(name, tmp_path, cache):
-    """Train the DINOv3 recipes on a small DINOv3 model with local weights instead of the hub's weights."""
+    """Train the DINOv3 recipes on a small DINOv3 model with local weights instead of weights from the Hub."""
     model = timm.create_model("vit_small_patch16_dinov3", img_size=32, depth=1, num_classes=0)
     file = tmp_path / "small.safetensors"
     save_file(model.state_dict(), file)

@@ -94,7 +94,7 @@ SLOTS = ((1, 1), (2, 2), (1, 2))
     ],
 )
 def test_hosts_train_as_one_process(launcher, config, slots, cluster, one_process, tmp_path, cache):
-    """Run the command on all hosts, or on the first host if the command starts other hosts over ssh."""
+    """Run the command on all hosts, or on the first host if the command starts other hosts over SSH."""
     names, folder, size = hosts.names()[: len(slots)], tmp_path / "run", per_device(sum(slots))
     write_hostfile(tmp_path, slots)
     words = [*TRAINING, size, *cache, "--output_dir", folder]
@@ -281,7 +281,7 @@ def training(cluster, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, full(signal.SIGINT), full(signal.SIGHUP)])
 def test_all_hosts_save_at_a_signal_and_the_same_command_continues(number, cluster, tmp_path):
-    """Check that ranks save after a signal, and after a kill of launch.py, which reads the ranks' output.
+    """Check that ranks save after a signal, and after launch.py, which reads their output, is killed.
 
     The ranks print at every step. A print that nobody reads must not fail.
     """
@@ -348,7 +348,7 @@ main()
     ],
 )
 def test_a_rank_reports_why_it_failed(fail, message, cluster, tmp_path):
-    """Check that the error names the failed host, although every rank prints a line like an error."""
+    """Check that the error names the failed host, although every rank prints an error-like line."""
     (tmp_path / "cause.py").write_text(CAUSE.replace("FAIL", fail))
     words = [tmp_path / "cause.py", "--output_dir", tmp_path / "run"]
     status, output = start(words, tmp_path, ["--env", "PYTHONPATH"], {"PYTHONPATH": str(ROOT)}).wait(120)
@@ -410,7 +410,7 @@ def suspended(_):
 def lossy(training):
     """Drop 30 percent of the packets to node2.
 
-    The job must either continue, or end in time with an error that names a host.
+    The job must either continue, or end before the test's timeout with an error that names a host.
     """
     process, log = training.job.process, training.folder / "metrics.jsonl"
     before = log.read_text().count("\n")
@@ -427,7 +427,7 @@ def lossy(training):
 
 @contextlib.contextmanager
 def closed_output(training):
-    """Close the reader of launch.py's output, as Ctrl-C does with `| tee`. All ranks must still save."""
+    """Close launch.py's output reader, as Ctrl-C does with `| tee`. All ranks must still save."""
     training.job.process.stdout.close()
     time.sleep(1)  # Let the job print lines that nobody reads
     launcher_of(training.job).send_signal(signal.SIGINT)

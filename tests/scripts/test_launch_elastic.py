@@ -113,14 +113,14 @@ class ElasticTraining:
         return output
 
     def assert_same_as_one_process(self, tmp_path: Path, first_step: int = 1) -> None:
-        """Compare samples, learning rates and losses with a run on one process.
+        """Compare samples, learning rates and losses with a one-process run.
 
-        Each sample must appear once, in the order of the steps. Learning rates must be identical, and losses
+        Each sample must appear once, in step order. Learning rates must be identical, and losses
         may differ only by rounding errors. With --deterministic, the losses and the last checkpoint's weights
         must be bitwise identical.
 
         Args:
-            tmp_path: Folder for the run on one process.
+            tmp_path: Folder for the one-process run.
             first_step: First step in the job's samples.jsonl. A host that resumes from S3 starts a new
                 samples.jsonl, because this file is not copied to S3.
         """
@@ -143,9 +143,7 @@ class ElasticTraining:
             assert weights[0].read_bytes() == weights[1].read_bytes()
 
     def assert_same_as_replays(self, tmp_path: Path) -> None:
-        """Compare the losses after each change of hosts with a resume from the same checkpoint on one
-        process.
-        """
+        """Compare losses after each change of hosts with a one-process resume from the same checkpoint."""
         records = logged(self.folder)
         for checkpoint in sorted(self.kept.iterdir()):
             first = step_of(checkpoint.name)
@@ -158,7 +156,7 @@ class ElasticTraining:
                 assert records[step]["train/loss"] == pytest.approx(expected, abs=REPLAY_BOUND)
 
     def _train_alone(self, folder: Path, last: int, *words) -> dict[int, dict]:
-        """Train on one process up to step `last`, and return the log lines by step."""
+        """Train with one process up to step `last`, and return the log lines by step."""
         words = [*words, *(EXACT if "--deterministic" in self.script else [])]
         run([sys.executable, *WORDS, "--max_steps", last, "--output_dir", folder, *words])
         return logged(folder)
@@ -236,7 +234,7 @@ def test_a_job_of_one_process_grows_and_leaves_out_a_bad_host(start, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("config", ["ddp_2x2gpu", "fsdp_2x4gpu", "zero2_4gpu", "zero3_2x4gpu"])
 def test_the_first_host_is_lost_under_each_strategy(config, start, tmp_path):
-    """Cut the network of the first host, which writes to the shared folder, and reconnect the host later."""
+    """Disconnect and later reconnect the network of the first host, which writes to the shared folder."""
     training = start(2, 2, "--config_file", f"accelerate_configs/{config}.yaml")
     training.wait_for(4)
     # The job would restart from step 0 if it had no checkpoint.

@@ -16,8 +16,8 @@ from onecurve.system.s3 import ObjectStore
 from tests.conftest import BIN, ROOT, Job, free_port, full, lines, mutate, result, run
 from tests.support.s3 import BUCKET, aws_env, s3  # noqa: F401 (a fixture)
 
-# Flags appended to a command so that the command takes seconds and needs no hub. If a flag appears twice, the
-# last value applies.
+# Flags appended to a command so that it takes seconds and does not access the Hub. If a flag appears twice,
+# the last value applies.
 DIGITS = ["--data", "digits", "--max_steps", "2", "--batch_size", "16", "--max_val_images", "32"]
 SMALL = {
     "train_hello.py": ["--max_steps", "20"],
@@ -126,7 +126,7 @@ def test_the_section_on_stopped_runs(project_copy, cache, s3):  # noqa: F811
 
 
 def test_from_photographs_to_a_model_of_timm(project_copy, photographs, tmp_path, cache):
-    """Run the README's photograph commands with a small model's weights instead of weights from the hub."""
+    """Run the README's photograph commands with a small model's weights instead of weights from the Hub."""
     for k, file in enumerate(sorted(photographs.glob("*.JPEG"))):
         path = project_copy / "photographs" / f"class_{k % 4}" / file.name
         path.parent.mkdir(parents=True, exist_ok=True)

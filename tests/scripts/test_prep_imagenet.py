@@ -324,7 +324,7 @@ def test_wrong_labels_of_val(fault, ilsvrc, two_tars, tmp_path):
 
 
 def test_missing_labels_are_reported_with_a_remedy(ilsvrc, two_tars, tmp_path):
-    """Check the remedy for missing labels of val. The train archive contains the names of the classes."""
+    """Check the remedy for missing val labels. The train archive contains the class names."""
     words = ["--data", two_tars, "--out", tmp_path / "out", *MINI]
     for source in ("imagenet", "tar"):
         output = fails("--from", source, *words)
@@ -468,7 +468,7 @@ def test_parts_of_the_data_that_do_not_fit(ilsvrc, tmp_path):
 
 @pytest.fixture
 def published(ilsvrc, monkeypatch) -> tuple[tuple[str, str], ...]:
-    """Replace the published MD5 sums with the MD5 sums of the miniature data set."""
+    """Replace the published MD5 sums with the miniature data set's."""
     files = {"train": ilsvrc.train_tar, "val": ilsvrc.val_tar, "devkit": ilsvrc.devkit}
     sums = {part: ilsvrc.md5(file) for part, file in files.items()}
     for part, md5 in sums.items():
@@ -603,7 +603,7 @@ def test_other_settings_and_foreign_files(ilsvrc, shards, tmp_path):
 def test_an_image_that_moved_to_another_class(ilsvrc, tmp_path):
     """Check that moving an image to another class is detected, although the total size stays the same.
 
-    Changes of only the modification times are accepted.
+    Changes to modification times alone are accepted.
     """
     image = next(iter(ilsvrc.val.values()))
     paths = ("train/cat/1.jpg", "train/cat/2.jpg", "train/dog/1.jpg")
@@ -757,7 +757,7 @@ def test_a_split_that_failed_leaves_nothing(ilsvrc, tmp_path, monkeypatch):
     (data / "val.tar").write_bytes(tar({"cat.tar": classes[0], "wolf.tar": classes[1]}))
     monkeypatch.setattr(preparation, "SAMPLED", 1)
     monkeypatch.setattr(originals, "BATCH_IMAGES", 2)
-    # With --no_verify, there are no threads that check images, which would be one batch behind.
+    # --no_verify disables the threads that check images, because they would be one batch behind.
     words = ["--from", "tar", "--data", data, "--no_verify", "--out"]
     output = fails(*words, tmp_path / "out")
     assert "class wolf is not one of the 2 classes" in output

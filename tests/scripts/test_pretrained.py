@@ -97,7 +97,7 @@ def test_an_exported_copy_has_the_same_logits(hub, by_class, cache, tmp_path):
 
 @pytest.mark.full
 def test_a_linear_probe_of_cifar10(hub, cifar10, cache, tmp_path):
-    """Train a linear probe on 2,000 images for four epochs, to an accuracy of at least 0.7.
+    """Train a linear probe on 2,000 images for four epochs, and require an accuracy of at least 0.7.
 
     With random weights, the accuracy would be only 0.1 to 0.3.
     """
@@ -142,7 +142,7 @@ def records(folder: Path) -> list[dict]:
 def test_a_run_of_an_earlier_version_keeps_its_preprocessing(folders, cache, tmp_path):
     """Resume a run whose files do not record its preprocessing (bilinear, 224/256).
 
-    The losses must be identical to the losses of a run whose files record the preprocessing.
+    The losses must be identical to those of a run whose files record the preprocessing.
     """
     legacy, run_ = tmp_path / "legacy", tmp_path / "run"
     run(small(folders, cache, legacy, "--interpolation", "legacy", "--max_steps", "6"))
@@ -209,7 +209,7 @@ def test_a_lone_file_and_other_classes(hub, tmp_path):
     [("test_vit", True), ("timm/test_vit.r160_in1k", False), ("hf-hub:timm/test_vit", 0)],
 )
 def test_a_name_on_the_hub(name, pretrained, tmp_path, monkeypatch):
-    """Check that the hub's client finds a cached model when there is no network."""
+    """Check that the Hub client finds a cached model when there is no network."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     find_model = partial(Prediction(pretrained=pretrained)._find, name, tmp_path, lambda: None)

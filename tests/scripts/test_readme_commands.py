@@ -1,8 +1,8 @@
 """Tests that run every command in the README's code blocks unchanged.
 
 The data sets are small but have the locations and formats that the README names: a copy of CIFAR-10 from the
-hub, image folders, an imitation of ILSVRC2012, and weights in the hub's cache. Models that take hours on a
-CPU train for one epoch. `make test` ends commands with several training runs after the first minute.
+Hub, image folders, an imitation of ILSVRC2012, and weights in the Hub cache. Models that take hours on a CPU
+train for one epoch. `make test` ends commands with several training runs after the first minute.
 test_launchers.py shortens the commands on other pages with flags.
 """
 
@@ -115,7 +115,7 @@ class Project:
         return Job([*words, *flags], cwd=self.root, env=env)
 
     def put_into_the_hubs_cache(self, name: str) -> dict[str, str]:
-        """Store random weights in the hub's cache, in the layout of a download.
+        """Store random weights in the Hub cache, in the layout of a download.
 
         Return the environment variables that make timm load the weights.
         """

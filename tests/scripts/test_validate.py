@@ -46,7 +46,7 @@ FP32 = ["--mixed_precision", "no"]
 
 @pytest.fixture(scope="module")
 def validated(trained, tmp_path_factory, cache) -> tuple[str, Path, list]:
-    """Validate the run on one process, and return the output, the home folder and the network connections."""
+    """Validate the run with one process, and return the output, home folder and network connections."""
     home = tmp_path_factory.mktemp("home")
     with listener() as (address, callers):
         web = {f"{scheme}_PROXY": address for scheme in ("HTTP", "HTTPS", "ALL")}
@@ -57,7 +57,7 @@ def validated(trained, tmp_path_factory, cache) -> tuple[str, Path, list]:
 
 @pytest.fixture
 def report(trained, validated) -> dict:
-    """Return the report of validate.py on one process."""
+    """Return validate.py's report with one process."""
     return read(trained / "validation" / f"val_{result(trained)['best_step']}")
 
 
@@ -99,7 +99,7 @@ def words(*rest) -> list:
 
 
 def fails(words: list, status: int = 1, **options) -> str:
-    """Run a command that must fail with this exit status and without a traceback, and return its output."""
+    """Run a failing command, check its exit status and the absence of a traceback, and return its output."""
     exit_status, output = Job(words, **options).wait()
     assert exit_status == status, output
     assert "Traceback" not in output
@@ -210,7 +210,7 @@ def test_from_s3(trained, s3, cache, tmp_path, monkeypatch):  # noqa: F811
 def test_the_most_frequent_mistakes_of_many_classes_are_shown(launcher, tmp_path, cache):
     """Check the run folder, validate.py and the logbook page for 1,001 classes.
 
-    A confusion matrix of all classes would need memory that grows with the square of the number of classes.
+    A full confusion matrix would need memory that grows quadratically with the number of classes.
     """
     rows = ["file,label,split"]
     for k in range(1001 + 80):

@@ -101,7 +101,7 @@ def check(replays, cache, monkeypatch, capsys):
 
 
 def only(start: int, steps: int = 8) -> list:
-    """Return the flags that verify only `steps` steps from step `start`."""
+    """Return the flags that verify only `steps` steps, starting at step `start`."""
     starts = list(range(0, STEPS, steps))
     seed = next(s for s in range(100) if random.Random(s).sample(starts, 1) == [start])
     return ["--sample", 1, "--seed", seed, "--steps", steps]
@@ -135,7 +135,7 @@ def edit_log(folder: Path, change) -> None:
 
 
 def sign(folder: Path, step: int, **changes) -> None:
-    """Rewrite a checkpoint's manifest with the given changes and the current hashes of the files."""
+    """Rewrite a checkpoint's manifest with the given changes and the files' current hashes."""
     forge(folder / "checkpoints" / f"step_{step:08d}", **changes)
 
 
@@ -314,7 +314,6 @@ FORGERIES = {
     "false bf16 and loss": (both(false_bf16, smaller_loss(0.03)), "train/loss of step 4 is "),
     # An EMA decay above 0.5 would take effect at a later step.
     "other EMA decay": (in_recipe(ema_decay=0.3), "in step_00000008/ema.safetensors differs by"),
-    # Forgeries of other results
     "test accuracy": (forged_test_accuracy, " is 0.9999, but 0."),
     "accuracy in result": (accuracy_in_result, "test_accuracy is 0.9999 in result.json, but 0."),
     "other title": (in_result(epochs=400, batch_size=4096), "epochs is 400, but 4 in the replay"),
@@ -502,7 +501,7 @@ def test_an_error_is_a_finding_of_its_interval(finished, check, tmp_path):
 
 
 def test_a_stamp_is_void_after_a_change(finished, check, tmp_path):
-    """Check that a stamp is void after a change of any compared file.
+    """Check that a stamp becomes invalid when any compared file changes.
 
     Removing a checkpoint changes no statement on the page and keeps the stamp valid.
     """
@@ -537,7 +536,7 @@ def test_a_true_run(finished, check, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("config", ["ddp_2gpu", "fsdp_2gpu", "zero2_2gpu", "zero3_4gpu"])
 def test_a_true_run_is_verified_by_several_processes(config, finished, data, cache, tmp_path):
-    """Verify a run on several processes with replays from one checkpoint to the next.
+    """Verify a multi-process run with replays from one checkpoint to the next.
 
     Runs under ZeRO train without --deterministic, which ZeRO does not support.
     """

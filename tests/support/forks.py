@@ -91,9 +91,9 @@ RESET = {signal.SIGINT, signal.SIGHUP}
 
 
 def reset_signals() -> None:
-    """Restore the default handling of SIGINT and SIGHUP, which nohup and background jobs of a shell ignore.
+    """Restore the default handling of SIGINT and SIGHUP, which nohup and a shell's background jobs ignore.
 
-    Popen's argument preexec_fn may be this function.
+    Callers may pass this function as Popen's `preexec_fn` argument.
     """
     for number in RESET:
         signal.signal(number, signal.SIG_DFL)
@@ -105,7 +105,7 @@ def _execute(self, server, *values):
     args, cwd, preexec_fn = arguments["args"], arguments["cwd"], arguments["preexec_fn"]
     env = os.environ if arguments["env"] is None else arguments["env"]
     env = {os.fsdecode(name): os.fsdecode(value) for name, value in env.items()}
-    # A process can be forked only if the caller sets no other Popen options than the program, streams,
+    # A process can be forked only if the caller sets no Popen options other than the program, streams,
     # working directory, environment and session.
     is_plain = preexec_fn in (None, reset_signals) and not (arguments["shell"] or arguments["pass_fds"])
     python_words = _python_words(args, env) if is_plain and isinstance(args, (list, tuple)) else None
@@ -209,8 +209,8 @@ def _server(packages: str) -> Server | None:
 
 
 def _preload() -> None:
-    # Restrict the process to one core, so that OpenBLAS and OpenMP start no threads. _start_like_python sets
-    # torch's number of threads.
+    # Restrict the process to one core, so that OpenBLAS and OpenMP don't spawn threads. _start_like_python
+    # sets torch's number of threads.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
     _import(*PRELOADED)
     # Hide wandb from timm, which would import it. wandb creates temporary folders, and the first forked
@@ -323,7 +323,7 @@ _shown: list = []
 
 
 def _serve_its_children(request: dict[str, Any]) -> socket.socket | None:
-    """Fork a server for the child processes of this process.
+    """Fork a server for this process's children.
 
     Return the channel in the server process, and None in the calling process.
     """
@@ -396,7 +396,7 @@ def _run(words: list[str]) -> None:
 
 
 def _end_like_python(words: list[str]) -> None:
-    """Run the command and end like the interpreter, but do not clear modules, which saves 0.5 s."""
+    """Run the command and exit like the interpreter, but skip clearing modules, which saves 0.5 s."""
     status = 0
     try:
         _run(words)

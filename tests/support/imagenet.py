@@ -26,7 +26,7 @@ ROTATE_90 = 6  # EXIF orientation of images that must be rotated clockwise by 90
 
 @dataclass(frozen=True)
 class Ilsvrc:
-    """Contents of the archives of a miniature ILSVRC2012.
+    """Contents of a miniature ILSVRC2012's archives.
 
     Labels are positions in the sorted list `wnids`, and file names identify images.
     """
@@ -61,16 +61,16 @@ def prep(*words: object, status: int = 0) -> str:
 
 
 def fails(*words: object, status: int = 1) -> str:
-    """Run prep_imagenet.py, which must fail, and return its output."""
+    """Run prep_imagenet.py, check that it fails, and return its output."""
     return prep(*words, status=status)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Changes to a forked process: a batch size of 2 images, and a signal that the process sends itself."""
+    """Changes in a forked process: a batch size of 2 images, and a signal that the process sends itself."""
 
-    # Point at which the process sends itself the signal: a number of images in a split, the name of a split,
-    # which means its end before the journal records it, or "manifest"
+    # Point at which the process sends itself the signal: a number of images in a split, the name of a split
+    # (at its end, before the journal records it), or "manifest"
     place: str | int = ""
     signal: int = signal.SIGKILL
     md5: tuple[tuple[str, str], ...] = ()  # MD5 sums that replace the published MD5 sums
@@ -145,7 +145,7 @@ def make_ilsvrc(folder: Path, classes: int = 10, train: int = 6, val: int = 3) -
             train_images[name] = make(crops[i][j])
     train_labels = {name: i for i in range(classes) for name in train_names[i]}
 
-    truth = random.permutation(np.repeat(np.arange(classes), val))  # Labels in the order of the image names
+    truth = random.permutation(np.repeat(np.arange(classes), val))  # Labels in image name order
     left = [crops[i][train:] for i in range(classes)]
     val_names = [f"ILSVRC2012_val_{i:08d}.JPEG" for i in range(1, len(truth) + 1)]
     val_images = {name: _jpeg(left[i].pop()) for name, i in zip(val_names, truth, strict=True)}
@@ -188,7 +188,7 @@ def write_devkit(file: Path, synsets: np.ndarray | None, ids: list[int]) -> None
     if synsets is not None:
         meta = io.BytesIO()
         savemat(meta, {"synsets": synsets}, do_compression=True)
-        # The first 116 bytes of meta.mat are a text that contains the current time.
+        # The first 116 bytes of meta.mat are text that contains the current time.
         members[f"{top}/data/meta.mat"] = b"MATLAB 5.0 MAT-file".ljust(116) + meta.getvalue()[116:]
     truth = "".join(f"{i}\n" for i in ids)
     members[f"{top}/data/ILSVRC2012_validation_ground_truth.txt"] = truth.encode()

@@ -101,9 +101,7 @@ def problems(
 
 
 def _written_once(name: str, *results: Tensor) -> list[str]:
-    """Check that exactly one program writes each number of the results. Numbers that no program writes are
-    NaN.
-    """
+    """Check that exactly one program writes each result element. Elements that no program writes are NaN."""
     addresses = np.concatenate([part.ravel() for part in written])
     expected = [r.data_ptr() + r.element_size() * np.arange(r.numel(), dtype=np.uint64) for r in results]
     distinct = np.unique(addresses)
@@ -113,7 +111,7 @@ def _written_once(name: str, *results: Tensor) -> list[str]:
 
 
 def _bounds(qkv: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Return the sums of absolute values behind each output and gradient, and the largest such sum of a
+    """Return the sums of absolute values behind the outputs and gradients, and the largest sum behind a
     score.
 
     Error bounds are fractions of these sums.

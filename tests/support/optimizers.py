@@ -34,13 +34,13 @@ class Block(nn.Sequential):
 
 
 class Net(nn.Module):
-    """Model [B, 3, 6, 6] -> [B, 3], whose odd sizes require padding on two processes."""
+    """Model [B, 3, 6, 6] -> [B, 3], whose odd sizes require padding with two processes."""
 
     _no_split_modules = ("Block",)
 
     def __init__(self):
         super().__init__()
-        # First parameter of the model. This parameter receives no gradient unless the model uses it.
+        # The model's first parameter. This parameter receives no gradient unless the model uses it.
         self.first = nn.Parameter(torch.ones(3))
         self.convolution = nn.Conv2d(3, 5, 3)
         self.block = Block()

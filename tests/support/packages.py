@@ -1,4 +1,4 @@
-"""Requirements of the tests besides Python packages: Debian packages, root rights and real images.
+"""Test requirements other than Python packages: Debian packages, root privileges and real images.
 
 `python3 -m tests.support.packages` prints the Debian packages that this machine lacks, for `make packages`.
 """
@@ -15,7 +15,7 @@ PACKAGES = {  # Debian package that contains each program
     "tc": "iproute2",
     "nft": "nftables",
     "sshd": "openssh-server",
-    "git": "git",  # `git` records the commit of a run
+    "git": "git",  # `git` records a run's commit
     "g++": "g++",  # `g++` compiles the kernels of torch.compile
     "ps": "procps",
     "pgrep": "procps",

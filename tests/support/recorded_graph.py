@@ -1,4 +1,4 @@
-"""Substitute for a CUDA graph on a CPU, which records and replays a step's operations on the same memory.
+"""CPU substitute for a CUDA graph, which records and replays a step's operations on the same memory.
 
     python -m tests.support.recorded_graph train_cnn_a.py --step_graph ...
     torchrun --nproc_per_node=2 -m tests.support.recorded_graph train_cnn_a.py --step_graph ...
@@ -35,7 +35,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 
 class Recording(TorchDispatchMode):
-    """Context manager that records operations and, on exit, restores the previous contents of memory."""
+    """Context manager that records operations and, on exit, restores memory to its previous contents."""
 
     def __init__(self, fails_at: Any = None) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ FAKE_GROUPS: list[Any] = []
 
 
 def make_fake_groups() -> None:
-    """Create the process groups that a recording sends to. Every rank must call this function."""
+    """Create the process groups to which a recording sends. Every rank must call this function."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401
 
     if dist.is_initialized() and not FAKE_GROUPS:
@@ -129,7 +129,7 @@ def make_fake_groups() -> None:
 def _to_fake_group(func: Any, value: Any) -> Any:
     """Replace a process group, or a group's name, with a fake group.
 
-    An all-reduce uses a real group of one process, because DDP's reducer reads its result.
+    An all-reduce uses a real one-process group, because DDP's reducer reads its result.
     """
     if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value):
         return FAKE_GROUPS[func is torch.ops.c10d.allreduce_.default].boxed()

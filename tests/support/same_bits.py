@@ -1,7 +1,7 @@
 """Train models with --deterministic in one launch, and print a SHA-256 hash of each model's tensors.
 
-The argument is a file with a JSON list of rows. Each row is a train script with its flags, of which
---per_device_batch_size sets the size of a micro-batch. Each model trains two steps of six micro-batches.
+The argument is a file with a JSON list of rows. Each row is a train script with its flags, including
+--per_device_batch_size for the micro-batch size. Each model trains two steps of six micro-batches.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ def main() -> None:
         accelerator.print(json.dumps([" ".join(words), trained]))
         accelerator.free_memory()
         if plugin := getattr(accelerator.state, "fsdp_plugin", None):
-            # By default, FSDP would keep wrapping the block classes of the first model.
+            # By default, FSDP would keep wrapping the first model's block classes.
             plugin.transformer_cls_names_to_wrap = None
 
 

@@ -1,4 +1,4 @@
-"""Tests that forked processes look like started processes, to themselves and to other processes."""
+"""Tests that forked processes look like newly started processes, to themselves and to other processes."""
 
 import signal
 import sys

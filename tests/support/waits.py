@@ -1,11 +1,11 @@
-"""Counter of the waits that a training run on a GPU would cause, from a script's main() on fake CUDA tensors.
+"""Counter of synchronizations in a GPU training run, simulated with a script's main() and fake CUDA tensors.
 
 No GPU is needed. torch's FakeTensorMode computes shapes and devices without values, and this module
 intercepts each operator before it runs. The module counts values that the host reads (`.item()`, `float()`,
 `if tensor:`), blocking copies between host and device, and operators whose result size only the device knows.
-Waits inside kernels, collectives and the backward pass are not included. torch's backward engine has no
-thread for a device that does not exist, so gradients are zeros. Functions that open, write and close a run
-folder are replaced.
+Synchronizations inside kernels, collectives and the backward pass are not included. torch's backward engine
+has no thread for a device that does not exist, so gradients are zeros. Functions that open, write and close a
+run folder are replaced.
 """
 
 import traceback
@@ -36,12 +36,12 @@ from onecurve.run.session import Meter, Ranks
 from onecurve.run.state import RunState
 
 aten = torch.ops.aten
-STAGED_BYTES = 65536  # Size above which copies from pageable memory wait even with non_blocking
+STAGED_BYTES = 65536  # Size above which copies from pageable memory block even with non_blocking
 OF_UNKNOWN_SIZE = {"nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "bincount", "equal"}
 
 
 class Waits(TorchDispatchMode):
-    """Counter of waits, by `file:function`, and of copies to the device.
+    """Counter of synchronizations, by `file:function`, and of copies to the device.
 
     Args:
         value: Number that the host reads from each tensor on the device.
@@ -88,7 +88,7 @@ class Waits(TorchDispatchMode):
 
 
 def _caller() -> str:
-    """Return the innermost function of the project on the call stack, in the form `file:function`."""
+    """Return the innermost project function on the call stack, in the form `file:function`."""
     stack = traceback.extract_stack()
     for frame in reversed(stack):
         file = Path(frame.filename)
@@ -99,13 +99,15 @@ def _caller() -> str:
 
 @contextmanager
 def counted(value: float = 0.0) -> Iterator[Waits]:
-    """Use fake CUDA tensors inside the context, and count the waits that their operations cause."""
+    """Use fake CUDA tensors inside the context, and count the synchronizations that they cause."""
     with FakeTensorMode(allow_non_fake_inputs=True), Waits(value) as waits:
         yield waits
 
 
 def waits_of(script: ModuleType, recipe: Recipe, images: Images, read: int) -> Counter[str]:
-    """Count the waits of a training run after Run.begin, by function. An evaluation reads `read` images."""
+    """Count a training run's synchronizations after Run.begin, by function. An evaluation reads `read`
+    images.
+    """
     batch = share_out(recipe.batch_size, recipe.per_device_batch_size, 1)
     builder = "build_model" if hasattr(script, "build_model") else "Net"
     build = getattr(script, builder)

@@ -1,4 +1,4 @@
-"""Tests that messages of the package look like printed lines and can be silenced."""
+"""Tests that the package's messages look like printed lines and can be silenced."""
 
 from tests.conftest import python, run
 

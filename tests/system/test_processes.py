@@ -85,7 +85,7 @@ def test_the_launcher_above_and_its_config_file(tmp_path):
     ("groups", "files", "cores"),
     [
         ("0::/", {}, 96),
-        # In a container, the root is the container's control group
+        # In a container, the root is the container's cgroup
         ("0::/", {"cpu.max": "700000 100000"}, 7),
         ("0::/", {"cpu.max": "max 100000"}, 96),
         ("0::/", {"cpu.max": "50000 100000"}, 1),
@@ -95,7 +95,7 @@ def test_the_launcher_above_and_its_config_file(tmp_path):
     ],
 )  # fmt: skip
 def test_a_quota_of_the_processor_counts_as_fewer_cores(groups, files, cores, tmp_path, monkeypatch):
-    """Simulate the control group files that the kernel shows on a machine with 96 cores."""
+    """Simulate the cgroup files that the kernel shows on a 96-core machine."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(96))
     (tmp_path / "cgroup").write_text(f"{groups}\n")
     for name, text in files.items():

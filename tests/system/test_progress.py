@@ -17,7 +17,7 @@ NEW_FRAME = r"\r\x1b\[2K"
 def test_the_bar_on_a_terminal_of_80_and_of_120_columns(tmp_path, cache, stoppable):
     """Widen the terminal's window during the run.
 
-    The live line must contain a bar, the time left, and the step exactly once.
+    The live status line must contain a bar, the time left, and the step exactly once.
     """
     words = [*CNN, "--data", "digits", "--epochs", "4", "--log_every", "10", "--trackers", "none"]
     words = [str(word) for word in (*words, *cache, "--output_dir", tmp_path / "run")]
@@ -42,7 +42,7 @@ def test_the_bar_on_a_terminal_of_80_and_of_120_columns(tmp_path, cache, stoppab
 
 
 def frames(text: str) -> list[str]:
-    """Return each drawing of the live line since the start of training."""
+    """Return each redraw of the live status line since training started."""
     drawn = [re.sub(ESCAPES, "", part).split("\r")[0].split("\n")[0] for part in re.split(NEW_FRAME, text)]
     return [line.rstrip() for line in drawn if "\u2501" in line and " left" in line]
 
@@ -97,7 +97,7 @@ script.main()
     ],
 )
 def test_the_start_of_decoders_is_not_training_time(script, flags, tmp_path, cache):
-    """Simulate a clock that advances by 1 s at each step, and by 1,000 s at the start of the decoders."""
+    """Simulate a clock that advances by 1 s at each step, and by 1,000 s when the decoders start."""
     flags += " --data digits --batch_size 100 --max_steps 12 --log_every 4 --trackers none --output_dir"
     (tmp_path / "slow_start.py").write_text(SLOW_START.format(script=script))
     words = [tmp_path / "slow_start.py", *flags.split(), tmp_path / "run", *cache]

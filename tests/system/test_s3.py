@@ -56,7 +56,7 @@ def big(tmp_path_factory, monkeypatch) -> Path:
 
 
 def refused(call, *args, **options) -> str:
-    """Call a function that must raise StoreError, and return its one-line error, which contains no secret."""
+    """Check that a call raises StoreError with a one-line message without secrets, and return the message."""
     with pytest.raises(StoreError) as raised:
         call(*args, **options)
     shown = "".join(traceback.format_exception(raised.value))

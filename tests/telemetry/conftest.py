@@ -12,7 +12,7 @@ DIGITS += ["--mixed_precision", "no", "--max_steps", "60", "--trackers", "none",
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory, cache) -> tuple[Path, str]:
-    """Train CNN-A on one process with frequent telemetry samples, and return its run folder and output."""
+    """Train CNN-A with one process and frequent telemetry samples, and return its run folder and output."""
     folder = tmp_path_factory.mktemp("telemetry") / "run"
     return folder, run([*python(), *DIGITS, "--telemetry_s", "0.05", *cache, "--output_dir", folder])
 

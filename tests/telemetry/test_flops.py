@@ -1,4 +1,4 @@
-"""Tests of model FLOPs, counted in the same way as in torch, and of MFU, with the table's peak rates."""
+"""Tests of model FLOPs, counted in the same way as in torch, and of MFU, based on the table's peak rates."""
 
 import sys
 from dataclasses import fields
@@ -18,7 +18,7 @@ from tools.logbook.run_record import RunRecord
 
 
 def test_an_operation_is_an_addition_or_a_multiplication():
-    """Check that FLOPs per image exclude the gradient of the first layer's input, which is not needed."""
+    """Check that FLOPs per image exclude the unneeded gradient of the first layer's input."""
     layers = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Flatten(), nn.Linear(4 * 8 * 8, 10))
     convolution, linear = 2 * 3 * 4 * 9 * 8 * 8, 2 * 4 * 8 * 8 * 10
     assert flops_per_image(lambda: layers.to("meta"), 8) == 2 * convolution + 3 * linear

@@ -30,7 +30,7 @@ def samples_of(file: Path) -> list[dict]:
 
 
 def assert_sane(file: Path) -> None:
-    """Check the telemetry file of a run without GPUs, over all starts of the run."""
+    """Check the telemetry file that a run without GPUs writes, across all of the run's starts."""
     first, *following = lines(file)
     assert first["host"] == file.stem.removeprefix("telemetry-")
     assert (first["devices"], first["cpus"]) == ([], os.cpu_count())
@@ -115,7 +115,7 @@ def test_an_interval_of_0_takes_no_sample(tmp_path):
 
 
 def test_a_write_error_is_reported_once_and_stops_nothing(tmp_path, capsys):
-    """Check errors when writing samples of this host, samples of another host, and the summary."""
+    """Check errors when writing this host's samples, another host's samples, and the summary."""
     for host in "ab":
         (tmp_path / f"telemetry-{host}.jsonl").mkdir()
     telemetry = telemetry_of(tmp_path, interval_s=0.05)
@@ -233,7 +233,7 @@ def test_a_rate_does_not_fall_below_zero_with_an_interface_that_is_gone(monkeypa
 
 @pytest.mark.parametrize("known", [True, False], ids=["known to NVML", "unknown"])
 def test_the_telemetry_of_a_host_with_gpus(nvml, tmp_path, capsys, known):
-    """Check that only the job's GPUs are sampled, and the host even if NVML does not recognize the GPUs."""
+    """Check that only the job's GPUs are sampled, and that the host is sampled even if NVML knows no GPU."""
     nvml("GPU-1" if known else "GPU-2", ANSWERS)
     processes = [ProcessInfo("a", 0, "Model X", "1"), ProcessInfo("b", 0, "Model Y", "3")]
     telemetry = telemetry_of(tmp_path, *processes, interval_s=0.05, step=lambda: 7, steps=10)
