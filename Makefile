@@ -24,7 +24,7 @@ PYTHONS = >=3.11,<3.14
 # uv installs packages in a fraction of the time that pip needs. INSTALLER=pip works without uv, for example if only pip
 # is configured for a mirror.
 INSTALLER ?= uv
-# CPU=1 installs torch without CUDA. The hashes of this package differ from the hashes of PyPI's torch.
+# CPU=1 installs torch without CUDA. Its hashes differ from the hashes of PyPI's torch.
 CPU ?=
 CPU_INDEX = https://download.pytorch.org/whl/cpu
 REACH_CPU_INDEX = $(PYTHON) -c 'import urllib.request as u; u.urlopen("$(CPU_INDEX)/torch/", timeout=20)' 2>/dev/null || \
@@ -65,7 +65,8 @@ $(INSTALLED_DEV): requirements-dev.txt $(INSTALLED)
 train: setup
 	$(VENV)/bin/accelerate-launch --config_file accelerate_configs/cpu.yaml --num_cpu_threads_per_process 1 train_cnn_a.py --data digits
 
-# Trains CNN-A on 1, 2 and 4 processes, with 16 micro-batches per step. The resulting weights are bitwise identical.
+# Trains CNN-A with 1, 2 and 4 processes and 16 micro-batches per step. The resulting weights are bitwise
+# identical.
 same_bits: setup
 	for n in 1 2 4; do $(VENV)/bin/torchrun --standalone --nproc_per_node=$$n train_cnn_a.py --data digits \
 	    --epochs 2 --per_device_batch_size 8 --deterministic --output_dir runs/same_bits/$$n || exit; done
@@ -96,7 +97,7 @@ constraints: setup
 	    $(if $(UPGRADE),--upgrade) --custom-compile-command "make constraints" --output-file constraints.txt \
 	    requirements.txt requirements-dev.txt
 
-# Checks style, imports between packages, and types. The type check needs the annotations of the newest torch.
+# Checks style, imports between packages, and types. The type check needs the newest torch's annotations.
 check: $(INSTALLED_DEV)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .

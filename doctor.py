@@ -5,10 +5,10 @@
     python doctor.py --data /data/cifar10 --output_dir /shared/run --s3 s3://bucket/prefix
     python doctor.py --config_file accelerate_configs/fsdp_2x4gpu.yaml train_vit.py --batch_size 512
 
-The doctor connects to all hosts in the same way as launch.py and checks them in parallel. After the host
+The doctor connects to all hosts as launch.py does and checks them in parallel. After the host
 checks, the doctor runs an all-reduce with one process per slot. The printed table contains a row for each
 check and a column for each host. Each finding includes a remedy and a code that docs/trouble.md explains.
-Pass a train script and its flags to also check the script's model, strategy and data.
+Pass a train script and its flags to also check the model, strategy and data.
 
 The exit status is 1 if the job would fail and 0 otherwise, even if there are warnings.
 """

@@ -4,11 +4,11 @@
     python export.py runs/train_cnn_a/single_128_10_1_1 models/cnn_a --onnx
     python export.py s3://bucket/prefix models/vit --push OWNER/NAME
 
-MODEL is a run folder, the S3 prefix of a run, or a checkpoint folder. For a run, the command exports the best
+MODEL is a run folder, a run's S3 prefix, or a checkpoint folder. For a run, the command exports the best
 checkpoint, or the latest checkpoint with --which latest. All files are verified before they are used, and
-nothing is unpickled. If a checkpoint contains averaged weights (EMA), the command exports the averaged
-weights. Train script flags, for example --data, are also accepted and override the recipe. The command writes
-these files to FOLDER:
+nothing is unpickled. If a checkpoint contains averaged weights (EMA), the command exports them. Train script
+flags, for example --data, are also accepted and override the recipe. The command writes these files to
+FOLDER:
 
 model.safetensors  the weights in fp32
 config.json        the architecture, the preprocessing and the class names
@@ -17,12 +17,12 @@ model.onnx         the model and the contents of config.json, for ONNX Runtime (
 README.md          a model card with the data, the recipe and the metrics, but without a licence
 
 To load a timm model, use `timm.create_model("local-dir:FOLDER", pretrained=True)`. To load a timm model from
-the hub, replace `local-dir:FOLDER` with `hf-hub:OWNER/NAME`. transformers loads timm models with
+the Hugging Face Hub, replace `local-dir:FOLDER` with `hf-hub:OWNER/NAME`. transformers loads timm models with
 `pipeline("image-classification", model="FOLDER")`. Before FOLDER is created, the command loads the new files
-and compares the logits of the loaded model with the logits of the original model on images from the data. The
+and compares the loaded model's logits with the original model's logits on images from the data. The
 logits must be bitwise identical. With ONNX Runtime, logits may differ by up to 1e-4. --push uploads FOLDER
-and the run's curves with the hub's client. Before you use --push, log in with `hf auth login` or set
-HF_TOKEN.
+and the run's curves with the Hugging Face Hub client. Before you use --push, log in with `hf auth login` or
+set HF_TOKEN.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from onecurve.system.cli import command_parser, run_command
 from onecurve.system.files import own_files
 
 SAMPLE = 16  # number of images on which the exported model is compared with the original
-ONNX_BOUND = 1e-4  # maximum absolute difference between the logits of the two models
+ONNX_BOUND = 1e-4  # maximum absolute difference between the two models' logits
 OPTIONAL = "pip install -r requirements-onnx.txt"
 
 
@@ -80,7 +80,7 @@ def main() -> int:
 
 
 def parse_flags(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return export.py's flags and the remaining words, which are flags of the train script."""
+    """Return export.py's flags and the remaining words, which are train script flags."""
     parser = command_parser(__doc__, usage="export.py MODEL FOLDER [flags] [flags of the train script]")
     add = parser.add_argument
     add("model", metavar="MODEL", help="Run folder, s3:// prefix of a run, or checkpoint folder.")
@@ -117,7 +117,7 @@ def write_curves(run: Path | None, folder: Path) -> None:
 
 
 def push(folder: Path, name: str) -> str:
-    """Upload a folder to a hub repository and return the repository's URL. Create a missing repository."""
+    """Upload a folder to a Hub repository and return the repository's URL. Create it if needed."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 

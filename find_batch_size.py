@@ -9,18 +9,18 @@
 Each trial launches a short training run with the script's data and model. The run consists of 7 optimizer
 steps without accumulation, a checkpoint and an evaluation. The first two trials show how memory grows with
 the number of images per process. After these trials, the search tries the largest size that should fit. The
-search ends when one size fits and a size with --quantum more images does not fit. A trial fails when any
-process runs out of memory, so the process that needs the most memory determines the result.
+search ends when one size fits and a size with --quantum more images does not. A trial fails when any process
+runs out of memory, so the process that needs the most memory determines the result.
 
 Without a GPU, the search is only a rehearsal, and --memory_limit_gib limits the data segment of each process
-(RLIMIT_DATA). The default memory limit is 1.25 times the memory of the first trial, so that at least one step
+(RLIMIT_DATA). The default memory limit is 1.25 times the first trial's memory, so that at least one step
 fits.
 
 The largest batch is often not the best one. The printed table shows the throughput of each size in images/s,
 measured over a few steps. The knee is the smallest size that no other size outperforms by 5 percent. The
 search has not been tested on a GPU yet.
 
-With RandAugment, the memory that a step needs depends on its random operations, and a trial runs only 7
+With RandAugment, a step's memory depends on its random operations, and a trial runs only 7
 steps. The search therefore keeps 5 percent of the memory limit free for such recipes.
 """
 
@@ -50,29 +50,29 @@ from tools.launch.hosts import read_hostfile
 
 STEPS = 7
 UNTIMED = 4  # steps at the start of a trial that are not timed (optimizer state, step graph)
-SHOWN = 25  # number of lines to show from the end of a failed launch's output
+SHOWN = 25  # number of last lines of a failed launch's output to show
 RAN, OUT_OF_MEMORY, TOO_LARGE, IN_MARGIN = (
     "ran",
     "out of memory",
     "exceeds the data set",
     "ran without margin",
 )
-# Fraction of the memory limit to keep free if a recipe's memory differs from step to step. RandAugment's
+# Fraction of the memory limit to keep free if a recipe's memory use varies between steps. RandAugment's
 # tensors peak at 21 bytes per pixel of the batch. The peak over 150 steps exceeds the peak over 4 steps by 13
 # percent with 32 images, and by 4 percent with 512 images (torch's profiler, 2 layers, CPU). The overhead of
 # CUDA's allocator has not been measured on a GPU yet.
 MARGIN = 0.05
-REHEARSED_SHARE = 1.25  # memory limit of a rehearsal, relative to the memory of the first trial
+REHEARSED_SHARE = 1.25  # memory limit of a rehearsal, relative to the first trial's memory
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of a trial, which is a short training run with one size."""
+    """Result of a trial, which is a short training run with one batch size."""
 
     per_device_batch_size: int
     outcome: str
     seconds: float
-    memory_gib: float | None = None  # peak memory of the process that used the most memory
+    memory_gib: float | None = None  # highest peak memory of any process
     images_per_s: float | None = None
 
     def __str__(self) -> str:
@@ -166,7 +166,7 @@ class BatchSearch:
             ValueError: If no size fits, or if a trial fails for a reason other than memory.
         """
         self.output.parent.mkdir(parents=True, exist_ok=True)
-        quantum, most = self.flags.quantum, sys.maxsize  # the size of the data set later limits `most`
+        quantum, most = self.flags.quantum, sys.maxsize  # the data set's size later limits `most`
         ran: dict[int, float] = {}
         failed: set[int] = set()
         if not self.on_gpu:
@@ -195,7 +195,7 @@ class BatchSearch:
         self._conclude(max(ran), is_memory_full=max(ran) + quantum in failed)
 
     def _first_limit(self, use_cpu: bool) -> float:
-        """Return the memory limit in GiB for each process of the first trial.
+        """Return the per-process memory limit in GiB for the first trial.
 
         The limit is infinite on a GPU.
         """

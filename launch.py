@@ -1,4 +1,4 @@
-"""Start a job on all hosts in a hostfile over ssh, and stop the job on all hosts when one host fails.
+"""Start a job on all hosts in a hostfile over SSH, and stop the job on all hosts when one host fails.
 
     python launch.py --hostfile hostfile --config_file accelerate_configs/ddp_2x2gpu.yaml train_cnn_a.py
     python launch.py --mode single-node --gpus 2
@@ -7,7 +7,7 @@
 On each host, launch.py starts one `accelerate launch` with the host's rank, the first host's address and the
 network interface that reaches the first host. The project and its Python must be at the same path on every
 host, and ssh must work without a prompt. The default script is train_hello.py. The script receives unknown
-flags and all arguments after the script's name.
+flags and all arguments after its name.
 
 launch.py writes each host's output to a log file. When one host fails, launch.py stops all hosts and shows
 the first failure. After Ctrl-C, SIGTERM or SIGHUP, all processes save a checkpoint and exit with status 75,
@@ -129,7 +129,7 @@ def elastic_job(flags: argparse.Namespace) -> ElasticJob:
 
 
 def plan(flags: argparse.Namespace, hosts: list[Host] | None = None) -> LaunchPlan:
-    """Plan the launch on the given hosts, by default on all hosts. Connect to no host.
+    """Plan the launch on the given hosts, by default on all hosts, without connecting to any host.
 
     Raises:
         ValueError: If a flag, the hostfile or the config file contains a mistake.

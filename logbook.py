@@ -4,9 +4,9 @@
     python logbook.py compare runs/train_cnn_b/fsdp_128_15_1_4 runs/train_cnn_b/ddp_128_15_2_4
     python logbook.py index --folder logbook
 
-add      writes the page <script>/<strategy>/<run>.md for each run. The page's name is the name of the run
-         folder without the strategy, for example 128_10_1_1-2. A number is appended if a different run
-         already uses this name. Adding a run again replaces the run's page.
+add      writes the page <script>/<strategy>/<run>.md for each run. The page's name is the run folder's name
+         without the strategy, for example 128_10_1_1-2. A number is appended if a different run already
+         uses this name. Adding a run again replaces the run's page.
 compare  writes a page in compare/ that compares the time, accuracy and settings of several runs. The command
          refuses runs that were evaluated on different images.
 index    writes the index, README.md. The commands add and compare also update the index.
@@ -34,11 +34,9 @@ from tools.logbook.page import index_values
 from tools.logbook.run_record import RunRecord
 
 FOLDER = Path("runs") / "logbook"
-COMPARE = "compare"  # name of the folder for comparison pages
+COMPARE = "compare"  # folder name for comparison pages
 
-Command = Callable[
-    [argparse.Namespace], list[Path]
-]  # function that writes pages and returns the pages' paths
+Command = Callable[[argparse.Namespace], list[Path]]  # function that writes pages and returns their paths
 
 
 def main() -> int:
@@ -125,7 +123,7 @@ def compare_runs(flags: argparse.Namespace) -> list[Path]:
 
 
 def free_page(folder: Path, stem: str, identity: dict[str, Any]) -> Path:
-    """Return the path of the page that describes the runs. If there is no such page, return a free path."""
+    """Return the path of the page that describes the runs, or a free path if no page describes them."""
     pages = (folder / f"{name}.md" for name in numbered(stem))
     return next(page for page in pages if not page.exists() or is_same(read_mark(page), identity))
 
@@ -140,7 +138,7 @@ def is_same(mark: dict[str, Any], identity: dict[str, Any]) -> bool:
 
 
 def write_page(page: Path, mark: dict[str, Any], text: str) -> Path:
-    """Write a page that begins with a mark, which is an HTML comment that write_index and is_same read.
+    """Write a page that begins with a mark, an HTML comment that write_index and is_same read.
 
     Escape the mark, so that no name can end the comment.
     """

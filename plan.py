@@ -5,13 +5,13 @@
 
 The planner runs the script's model and optimizer under each strategy as rank 0 of the cluster. The planner
 calls the real Accelerate, DDP, FSDP2 and DeepSpeed on tensors without contents. The planned memory is the
-largest total size of live tensors that torch's MemTracker observed. The planned traffic is the number of
-bytes that collectives exchanged. Memory and traffic are counted, not estimated.
+peak live tensor memory that torch's MemTracker observed. The planned traffic is the number of bytes that
+collectives exchanged. Memory and traffic are counted, not estimated.
 
 The planner estimates time with the formulas in tools/plan/cost.py, from data sheets
 (onecurve/telemetry/devices.yaml) and from measurements on one H200. docs/performance.md compares planned and
-measured times. The estimated time excludes compilation, CPU work for offloading, and the reading and decoding
-of images.
+measured times. The estimated time excludes compilation, CPU work for offloading, and reading and decoding
+images.
 """
 
 import argparse

@@ -4,14 +4,14 @@
     ls *.jpg | python predict.py runs/train_cnn_b/fsdp_128_15_1_4 - --top 5
     torchrun --standalone --nproc_per_node=2 predict.py s3://bucket/prefix '/data/**/*.webp'
 
-MODEL is a run folder, the S3 prefix of a run, a checkpoint folder, or a folder written by export.py. For a
+MODEL is a run folder, a run's S3 prefix, a checkpoint folder, or a folder written by export.py. For a
 run, the command loads the best checkpoint, or the latest checkpoint with --which latest. All files are
 verified before they are used, and nothing is unpickled. IMAGE is a file, a folder or a pattern. The IMAGE `-`
 reads file names from stdin. Put all images before the first flag. Each image is predicted exactly once, under
 any launcher.
 
 The output folder is --output_dir, by default predictions/<run>. The files predictions.csv and
-predictions.jsonl contain each image's most likely classes and the probabilities of these classes. The file
+predictions.jsonl contain each image's most likely classes and their probabilities. The file
 sheet.png shows the first images. The command skips files that are not images and lists each skipped file with
 the reason. --embeddings FILE.npy writes one row per image, with the fields `id` (the file name) and
 `features` (the float32 inputs of the model's head).
@@ -127,7 +127,7 @@ def build(
 ) -> tuple[nn.Module, Preprocessing]:
     """Load the model on each device.
 
-    Return the model and the preprocessing of the inputs. All processes must call this function.
+    Return the model and its input preprocessing. All processes must call this function.
     """
     if trained.recipe is None:
         raise ValueError(f"{trained.name} is a single file without a recipe. Pass --model NAME")
@@ -199,7 +199,7 @@ def write_predictions(folder: Path, rows: list[Row], trained: TrainedModel) -> l
         cells = [cell for name, value in pairs for cell in (name, f"{value:.6f}")]
         table.append([row["file"], *(cells or [""] * 2 * top), row.get("error", "")])
     write_csv(folder / "predictions.csv", table)
-    (folder / "sheet.png").unlink(missing_ok=True)  # remove the sheet of an earlier call
+    (folder / "sheet.png").unlink(missing_ok=True)  # remove an earlier call's sheet
     good = [row for row in rows if "classes" in row][:SHEET]
     return draw_sheet(folder / "sheet.png", good, trained) if good else []
 

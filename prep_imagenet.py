@@ -10,8 +10,8 @@
 ILSVRC2012_devkit_t12.tar.gz. --train, --val and --devkit specify the paths of these archives separately. Each
 archive is read once, as a stream, and never extracted. The published MD5 sum is checked during the same read,
 unless --no_verify is set. Without the development kit, pass --val_labels FILE. FILE contains one line per
-validation image, in the order of the image names. Each line contains the WordNet id (n01440764) or the index
-of a class, optionally after the name of the image.
+validation image, in the order of the image names. Each line contains a class's WordNet id (n01440764) or
+index, optionally after the image's name.
 
 --format shards  writes tar files of about 256 MiB that `tar`, WebDataset and `datasets` can read. The images
                  are shuffled by --seed. The output folder also contains an index and a manifest. The
@@ -25,19 +25,18 @@ Other images: --from tar reads train.tar and val.tar with one <class>.tar per cl
 train/<class>/ and val/<class>/, including subfolders. --train and --val each accept a tar or a folder. Labels
 are indices into the sorted class names, so a tar is first scanned for its class names. Hidden files and files
 without an image extension are skipped. Each JPEG is checked for missing parts, using all cores, because
-decoders silently fill the missing part of a truncated JPEG with grey. --no_verify skips the check of the
-JPEGs.
+decoders silently fill the missing part of a truncated JPEG with grey. --no_verify skips the JPEG check.
 
 --from parquet reads a folder with train-*.parquet and val-*, validation-* or test-*.parquet.
 
 Existing shards: --from shards --format index indexes WebDataset tars in a folder or under an S3 prefix,
 without copying the tars. The command indexes tars whose name or folder contains train, val or test. --train
-and --val accept patterns, for example 'DIR/train-{0000..1023}.tar'. The class of a sample is read from its
-.cls file or from "label" in its .json file. --classes is a file of class names, one per line. Shards in S3
-are read once to compute their SHA-256.
+and --val accept patterns, for example 'DIR/train-{0000..1023}.tar'. A sample's class is read from its .cls
+file or from "label" in its .json file. --classes is a file with one class name per line. Shards in S3 are
+read once to compute their SHA-256.
 
 After an interruption, a kill or a full disk, the same command keeps the finished splits and repeats the
-interrupted split. The resulting files are the same as without the interruption.
+interrupted split. An uninterrupted preparation would produce the same files.
 """
 
 import argparse

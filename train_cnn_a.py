@@ -123,8 +123,8 @@ def training_batches(
 ) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
     """Yield randomly augmented images, their labels and their sample ids.
 
-    Photographs are cropped at random. Images are shifted instead if all of them have the same small size. All
-    images are flipped at random. The shapes are float [b, 3, S, S] in channels_last format, int64 [b] and
+    Photographs are randomly cropped. Images are shifted instead if they all have the same small size. All
+    images are randomly flipped. The shapes are float [b, 3, S, S] in channels_last format, int64 [b] and
     int64 [b].
     """
     batches = images.train.batches(
@@ -154,7 +154,7 @@ def build_optimizer(model: nn.Module, recipe: CnnA, fused: bool = False) -> torc
 
 
 def learning_rate(recipe: CnnA, step: int, total_steps: int) -> float:
-    """Return the learning rate of a step.
+    """Return a step's learning rate.
 
     The rate rises linearly, then falls to 0 along a cosine (arXiv 1608.03983).
     """

@@ -163,8 +163,8 @@ def training_batches(
 ) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
     """Yield randomly augmented images, their labels and their sample ids.
 
-    Photographs are cropped at random. Images are shifted instead if all of them have the same small size. All
-    images are flipped at random. The shapes are float [b, 3, S, S] in channels_last format, int64 [b] and
+    Photographs are randomly cropped. Images are shifted instead if they all have the same small size. All
+    images are randomly flipped. The shapes are float [b, 3, S, S] in channels_last format, int64 [b] and
     int64 [b].
     """
     for size, part in groupby(plan, lambda item: training_size(recipe, item[0])):
@@ -182,7 +182,7 @@ def training_batches(
 
 
 def training_size(recipe: CnnB, epoch: int) -> int:
-    """Return the image size of an epoch. Early epochs cost less if sizes ascend (arXiv 1906.06423)."""
+    """Return an epoch's image size. Early epochs cost less if sizes ascend (arXiv 1906.06423)."""
     sizes = recipe.train_sizes or (recipe.image_size,)
     return sizes[epoch * len(sizes) // recipe.epochs]
 
@@ -202,7 +202,7 @@ def build_optimizer(model: nn.Module, recipe: CnnB, fused: bool = False) -> torc
 
 
 def learning_rate(recipe: CnnB, step: int, total_steps: int) -> float:
-    """Return the learning rate of a step.
+    """Return a step's learning rate.
 
     The rate rises linearly, then falls to 0 along a cosine (arXiv 1608.03983) or a line.
     """

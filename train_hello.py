@@ -104,7 +104,7 @@ def evaluate(
     shares = evaluation_plan(len(x), batch.per_device, batch.processes, accelerator.process_index)
     for ids, valid in shares:  # the first `valid` points are real, and the remaining points are padding
         errors = (model(rows(x, ids)).float() - rows(y, ids))[:valid]
-        squares = exact_sum(errors.square())  # the sum is bitwise identical on any number of processes
+        squares = exact_sum(errors.square())  # bitwise identical for any number of processes
         sums += torch.stack([squares, torch.full_like(squares, valid)])
     # An "all-reduce" adds the tensors of all processes and returns the sum to every process.
     squared, count = accelerator.reduce(sums, "sum").tolist()
@@ -116,7 +116,7 @@ def evaluate(
 
 
 def learning_rate(recipe: Hello, step: int, total_steps: int) -> float:
-    """Return the learning rate of a step.
+    """Return a step's learning rate.
 
     The rate rises linearly over 1/20 of the steps, then falls to 0 along a cosine (arXiv 1608.03983).
     """

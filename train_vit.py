@@ -171,9 +171,9 @@ def build_model(recipe: Vit, classes: int, names: tuple[str, ...] = ()) -> nn.Mo
     """Build a model that maps images [B, 3, image_size, image_size] to logits [B, classes].
 
     Args:
-        recipe: Recipe of the training run.
+        recipe: The training run's recipe.
         classes: Number of classes.
-        names: Class names, which select the rows of the head in --weights.
+        names: Class names, which select the rows of the classification head in --weights.
 
     Raises:
         ValueError: If timm can't build the model.
@@ -213,7 +213,7 @@ def training_batches(
 ) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
     """Yield randomly augmented images, their labels and their sample ids.
 
-    Photographs are cropped at random. Images are shifted instead if all of them have the same small size. All
+    Photographs are randomly cropped. Images are shifted instead if they all have the same small size. All
     images are flipped and augmented. The shapes are float [b, 3, S, S] in channels_last format, int64 [b] and
     int64 [b].
     """
@@ -267,7 +267,7 @@ def build_optimizer(model: nn.Module, recipe: Vit) -> torch.optim.Optimizer:
 
 
 def learning_rate(recipe: Vit, step: int, total_steps: int) -> float:
-    """Return the learning rate of a step.
+    """Return a step's learning rate.
 
     The rate rises linearly, then follows --schedule (cosine: arXiv 1608.03983).
     """

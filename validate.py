@@ -5,13 +5,12 @@
     accelerate launch --config_file accelerate_configs/ddp_4gpu.yaml validate.py s3://bucket/prefix
     python validate.py vit.safetensors --script train_vit.py --model vit_tiny_patch16_224 --data cifar10
 
-MODEL is a run folder, the S3 prefix of a run, a checkpoint folder, a folder written by export.py, or a
+MODEL is a run folder, a run's S3 prefix, a checkpoint folder, a folder written by export.py, or a
 .safetensors file. For a run, the command loads the best checkpoint, or the latest checkpoint with --which
 latest. All files are verified before they are used, and nothing is unpickled. The checkpoint's manifest
 specifies the train script. Train script flags, for example --data or --image_size, are also accepted and
 override the recipe. If the data differs from the training data, classes are matched by name (docs/models.md).
-If the checkpoint contains averaged weights (EMA), the command evaluates the averaged weights, as training
-does.
+If the checkpoint contains averaged weights (EMA), the command evaluates them, as training does.
 
 Each process loads the whole model on its device and evaluates a share of the images. Inference needs no
 sharding, so the launcher's strategy does not change the results. Only the main process reads the checkpoint
@@ -217,7 +216,7 @@ def script_and_recipe(
 
 
 def chosen_split(images: Images, name: str | None) -> tuple[str, Split]:
-    """Return the name and the images of the split to evaluate. Raise ValueError for a missing test split."""
+    """Return the evaluated split's name and images. Raise ValueError for a missing test split."""
     splits = {"test": images.test, "val": images.val, "train": images.train}
     default = "test" if images.test else "train" if images.val is images.train else "val"
     split = splits[name := name or default]
@@ -267,7 +266,7 @@ def predict(
     Returns:
         A tuple of the rows and the throughput. There is one row per image, sorted by id. All processes return
         the same rows. The throughput in images/s includes decoding. Gathering the rows transfers 80 bytes per
-        image for any number of classes, because logits stay local.
+        image regardless of the number of classes, because logits stay local.
     """
     (mean, std, crop), parts = preprocessing, list[dict[str, Tensor]]()
     began = time.perf_counter()

@@ -6,15 +6,15 @@
 
 A replay starts at the beginning of the run or at a kept checkpoint. A replay ends at the first log line after
 at least --steps steps. Train with --keep_every to keep more checkpoints. The replay trains with the run's
-recipe in a temporary folder on this machine, under any strategy and number of processes. --sample replays
-only a random selection of the intervals. The last and the best checkpoint are always evaluated again. If a
-resumed start changed the recipe, each part of the run is replayed with the recipe of this part, and the
-change is listed.
+recipe in a temporary folder on this machine, under any strategy and with any number of processes. --sample
+replays only a random selection of the intervals. The last and the best checkpoint are always evaluated again.
+If a resumed start changed the recipe, each part of the run is replayed with its own recipe, and the change is
+listed.
 
-A run with --deterministic under DDP, FSDP or on one process is verified bit for bit. The replay may use any
-number of processes, but must use the same device, packages and compilation as the run. The run and the replay
-must log identical values for the replayed steps, and save identical tensors in the checkpoints of these
-steps.
+A run with --deterministic is verified bitwise under DDP, under FSDP or with one process. The replay may use
+any number of processes, but must use the same device, packages and compilation as the run. The run and the
+replay must log identical values for the replayed steps, and save identical tensors in these steps'
+checkpoints.
 
 In all other cases, rounding differs between the run and the replay, and training amplifies the difference.
 The command then evaluates the kept weights in the run's precision. The accuracy must match the reported

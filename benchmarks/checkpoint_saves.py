@@ -10,9 +10,9 @@ precedes and follows each save, so the slowest process determines the measured t
 
 onecurve gathers and writes the checkpoint during the ten steps after a save. The benchmark compares the ten
 steps after the save with ten steps before it. The benchmark also reports the peak resident memory during
-these steps for the main process and for the largest other process. --resume measures the time from the start
-of the process to the first step after the checkpoint of an earlier run without --resume. docs/resuming.md
-contains the results.
+these steps for the main process and for the other process that uses the most memory. --resume measures the
+time from process start to the first step after resuming the checkpoint of an earlier run without --resume.
+docs/resuming.md contains the results.
 """
 
 import argparse

@@ -8,7 +8,7 @@ ours   This arm uses onecurve/data/decode.py and crops.py, as a training run's w
        [S, S, 3]. Training then flips and normalises whole batches on the device.
 
 Both arms read the same files from memory. They first read the original files and then files resized as in
-prep_imagenet.py --resize 256. The result is the number of images per second of processor time.
+prep_imagenet.py --resize 256. The result is the number of images per CPU second.
 benchmarks/README.md contains the results.
 """
 

@@ -1,4 +1,4 @@
-"""Check that random changes of four virtual hosts do not change the result of an elastic training run.
+"""Check that random changes to four virtual hosts do not change the result of an elastic training run.
 
     python -m benchmarks.elastic_drill --minutes 20
     python -m benchmarks.elastic_drill --scripts cnn_a --strategies ddp rounded --lr 3e-3 --draw drill.png
@@ -7,12 +7,12 @@ Hosts are disconnected, killed or told to leave (with SIGTERM, after which the m
 join again. --seed determines the order of the changes, and each further training run uses the next seed.
 launch.py runs on a fifth host. In fp32, the drill checks four properties:
 
-ids, lr   All sample ids and learning rates are the same as in an uninterrupted run on one process.
+ids, lr   All sample ids and learning rates are the same as in an uninterrupted single-process run.
 whole     With --deterministic (DDP, FSDP2), each loss and the final weights are bitwise identical to the
           uninterrupted run. Without --deterministic (ZeRO-2, and DDP as `rounded`), losses differ from that
-          run by at most twice as much as the losses of an uninterrupted run on four processes.
-replay    Under ZeRO-2, the losses in the 50 steps after each change are within 1e-5 of the losses of a single
-          process that starts from the checkpoint saved at that change.
+          run by at most twice as much as the losses of an uninterrupted run with four processes.
+replay    Under ZeRO-2, the losses in the 50 steps after each change are within 1e-5 of the losses of a
+          single-process run that starts from the checkpoint saved at that change.
 lost      The job repeats no step after a host leaves or joins. The job repeats at most one checkpoint
           interval after a host is disconnected or killed.
 
@@ -47,7 +47,7 @@ from onecurve.system.files import read_lines
 from onecurve.system.paths import ROOT
 from tools.logbook.markdown import markdown_table
 
-HOSTS, BATCH, PER_DEVICE = 4, 96, 8  # 12 micro-batches per step can be divided among 1, 2, 3 or 4 hosts
+HOSTS, BATCH, PER_DEVICE = 4, 96, 8  # 12 micro-batches per step are divisible among 1, 2, 3 or 4 hosts
 CHECKPOINT_EVERY = 64
 REPLAYED = 50  # number of steps replayed after each change
 GAP = (60, 160)  # minimum and maximum number of steps between two changes
@@ -85,7 +85,7 @@ LOSSES = {"cut": cluster.cut, "kill": cluster.kill, "leave": leave}
 
 @dataclass(frozen=True)
 class Change:
-    """Planned change of a host."""
+    """Planned change to a host."""
 
     kind: str  # type of the change: cut, kill, leave or join
     host: str
@@ -93,7 +93,7 @@ class Change:
 
 
 def plan(seed: int, hosts: list[str]) -> Iterator[Change]:
-    """Yield an infinite sequence of random changes of hosts. At any time, at least one host is present."""
+    """Yield an infinite sequence of random host changes. At any time, at least one host is present."""
     draw = random.Random(seed)
     present, away = list(hosts), []
     while True:
@@ -108,12 +108,12 @@ def plan(seed: int, hosts: list[str]) -> Iterator[Change]:
 
 @dataclass
 class Event:
-    """Change of a host that took place."""
+    """Completed change to a host."""
 
     kind: str
     host: str
     processes: int  # number of processes after the change
-    step: int  # newest step before the change
+    step: int  # latest step before the change
     seconds: float  # time until the first step with the new number of processes
     lost: int = 0  # number of steps that the job repeated
 
@@ -160,7 +160,7 @@ class Job:
         raise RuntimeError(f"The job {state}. Read the cause in {self.log}.")
 
     def newest(self) -> tuple[int, int]:
-        """Return the number of processes, and the step of the newest logged loss, or 0 without a loss."""
+        """Return the number of processes, and the step of the latest logged loss, or 0 without a loss."""
         self._copy_checkpoints()
         lines, processes = read_lines(self.folder / "metrics.jsonl"), HOSTS
         changes = [i for i, line in enumerate(lines) if "processes" in line]
@@ -182,7 +182,7 @@ class Job:
 
         Args:
             change: Change to apply to a host.
-            away: Kind of change that removed each absent host, by host name. The method updates this dict.
+            away: Type of change that removed each absent host, by host name. The method updates this dict.
             present: Number of hosts after the change.
         """
         log_size = self.log.stat().st_size
@@ -217,7 +217,7 @@ class Job:
 
 
 def disturb(job: Job, minutes: float, seed: int) -> list[Event]:
-    """Disturb the job until the time has passed and a host has joined, and then stop the job."""
+    """Disturb the job until the time has passed and a host has joined, and then stop it."""
     changes, events = plan(seed, cluster.names()[:HOSTS]), []
     away: dict[str, str] = {}
     deadline = time.monotonic() + 60 * minutes
@@ -268,7 +268,7 @@ def examine(job: Job, events: list[Event], words: list[str], strategy: str) -> d
     ends = [step for step, _ in job.resumed[1:]] + [last]
 
     def replay(number: int) -> float:
-        """Replay up to REPLAYED steps after a change on one process. Return the largest loss difference."""
+        """Replay up to REPLAYED steps after a change in a single process. Return the largest difference."""
         (step, checkpoint), end = job.resumed[number], min(ends[number], job.resumed[number][0] + REPLAYED)
         alone = [*words, *RECIPE, "--resume", str(checkpoint), "--max_steps", str(end)]
         replayed_lines = uninterrupted(folder / f"replay{number}", alone)
@@ -302,7 +302,7 @@ def examine(job: Job, events: list[Event], words: list[str], strategy: str) -> d
 
 
 def seconds(events: list[Event]) -> dict[str, float]:
-    """Return the median seconds until the first step after the loss, leave and join of a host."""
+    """Return the median seconds until the first step after a host is lost, leaves or joins."""
     groups = {"loss_s": ("cut", "kill"), "leave_s": ("leave",), "join_s": ("join",)}
     times = {
         name: [event.seconds for event in events if event.kind in kinds] for name, kinds in groups.items()
@@ -325,7 +325,7 @@ def draw(file: Path, folder: Path) -> None:
     """Plot the losses of the disturbed CNN-A and, if the folder contains one, of a plain script's run.
 
     A second panel shows how much each run differs from the corresponding uninterrupted run, and how much two
-    uninterrupted runs, on one and on four processes, differ from each other.
+    uninterrupted runs, with one and with four processes, differ from each other.
     """
     exact, rounded, plain = (folder / name for name in ("cnn_a-ddp", "cnn_a-rounded", "plain"))
     pairs = {
@@ -346,13 +346,13 @@ def draw(file: Path, folder: Path) -> None:
 
 
 def losses(folder: Path) -> list[float]:
-    """Return a run's losses in the order of the steps, with the last loss of each repeated step."""
+    """Return a run's losses in step order, with the last loss of each repeated step."""
     lines = trained(folder)
     return [lines[step]["train/loss"] for step in sorted(lines)]
 
 
 def means(values: list[float]) -> tuple[range, list[float]]:
-    """Return the steps from MEAN_OF on, and for each step the mean of the last MEAN_OF losses."""
+    """Return the steps from MEAN_OF on, and the mean of the last MEAN_OF losses at each step."""
     steps = range(MEAN_OF, len(values) + 1)
     return steps, [statistics.fmean(values[step - MEAN_OF : step]) for step in steps]
 

@@ -1,4 +1,4 @@
-"""Check the project's claims about GPUs on this machine in ten minutes, and write a table of the results.
+"""Check the project's GPU claims on this machine in ten minutes, and write a table of results.
 
     python -m benchmarks.gpu_suite --out gpu --data /data/cifar10
     python -m benchmarks.gpu_suite --out gpu --only strategies,throughput
@@ -6,10 +6,10 @@
     python -m benchmarks.gpu_suite --out gpu --dry_run
 
 The sections in benchmarks/gpu/ run one after another until a deadline, starting with the most informative
-section. Each section may use a share of --budget_s according to its weight. Time that one section does not
-use is available to later sections. The suite begins with a smoke test and ends if this test fails. All
+section. Each section may use a share of --budget_s in proportion to its weight. Time that one section does
+not use is available to later sections. The suite begins with a smoke test and ends if this test fails. All
 variants of a case run in one process, and each case uses a separate process. Checks that do not measure time
-run in parallel if cores and memory permit. The section `thorough` repeats checks that have passed before, and
+run in parallel if cores and memory permit. The `thorough` section repeats checks that have passed before, and
 runs only with --only.
 
 After each row, the suite rewrites table.md and rows.json in the --out folder. failures.log contains the
@@ -42,9 +42,8 @@ from onecurve.system.processes import adopt_orphans, kill, running_descendants
 from tools.logbook import markdown
 
 # Function that returns a section's rows, and the section's weight in the time budget. The sections are sorted
-# by how much information they provide for the time that they take. Weights are seconds measured on one H200,
-# except for estimates for ceilings, attention, scripts, strategies, determinism, snapshots, memory and
-# inputs.
+# by information gained per unit of time. Weights are seconds measured on one H200, except for estimates for
+# ceilings, attention, scripts, strategies, determinism, snapshots, memory and inputs.
 SECTIONS = {
     "smoke": (checks.smoke, 34),
     "ceilings": (partial(device.rows_of, "ceilings"), 10),
@@ -66,12 +65,12 @@ AT_ONCE = ("scripts", "strategies", "determinism", "several")  # sections that d
 BUDGET_S = 560
 COMMAND_S = 150  # timeout of a command in seconds with the default budget
 DRY_RUN_S = 900  # timeout of a section in seconds on a CPU
-CHECK_CORES, CHECK_GIB = 2, 16  # number of processor cores and GiB of GPU memory for each parallel check
+CHECK_CORES, CHECK_GIB = 2, 16  # number of CPU cores and GiB of GPU memory for each parallel check
 
 
 def main() -> int:
     flags = parse(sys.argv[1:])
-    if flags.dry_run:  # with several threads, one process would round differently from several processes
+    if flags.dry_run:  # with several threads, a single process would round differently from several processes
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     elif not torch.cuda.is_available():
         raise ValueError("torch can't use a GPU on this machine. Pass --dry_run to run rows on the CPU.")
@@ -129,7 +128,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 class Suite:
-    """Runner of the sections, which writes the table of all rows."""
+    """Runner that executes the sections and writes the table of all rows."""
 
     def __init__(self, flags: argparse.Namespace, scratch: Path):
         self.flags, self.scratch = flags, scratch
@@ -156,7 +155,7 @@ class Suite:
                 return
 
     def usual(self) -> list[str]:
-        """Return the names of the sections that run without --only."""
+        """Return the names of the sections that run by default, without --only."""
         absent = {"thorough", *(SEVERAL_GPUS if not self.flags.dry_run and self.flags.gpus < 2 else ())}
         return [name for name in SECTIONS if name not in absent]
 

@@ -66,7 +66,7 @@ def in_turn(arms: dict[str, Callable[[], float]], rounds: int) -> Rounds:
 def ratios(rounds: Rounds, base: str) -> dict[str, list[float]]:
     """Return each arm's results relative to the base's results in the same rounds.
 
-    Other work on the machine affects all arms in a round alike, so ratios vary less than absolute results.
+    Other load on the machine affects all arms in a round alike, so ratios vary less than absolute results.
     """
     return {name: [numbers[name] / numbers[base] for numbers in rounds] for name in rounds[0]}
 
@@ -110,8 +110,8 @@ def train_watched(
     """Run a script's main() without evaluations and output, until on_step raises Enough.
 
     Args:
-        script: Module of the train script.
-        words: Command-line flags of the script.
+        script: The train script's module.
+        words: The script's command-line flags.
         on_step: Function to call after each optimizer step.
         is_resident: Function that returns True while the script must train on one batch without augmentation.
     """

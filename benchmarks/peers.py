@@ -42,9 +42,9 @@ from onecurve.system.cli import command_parser, run_command
 from onecurve.system.paths import ROOT
 from onecurve.system.processes import kill
 
-SKIPPED = 16  # number of unmeasured first updates of timm's train.py, which start workers and compile
+SKIPPED = 16  # number of unmeasured first updates in timm's train.py, which start workers and compile
 QUIET = "--trackers none --telemetry_s 0 --log_every 1000000000 --epochs 100000 --checkpoint_every 1000000000"
-# Number of an update, and the mean images/s over all updates so far
+# Update number, and the mean images/s over all updates so far
 LINE = re.compile(r"Train: 0 \[ *(\d+)/.*\(\d+\.\d+s, +([\d.]+)/s\)")
 COMPILED = {"": [], ", compiled": ["--torchcompile", "inductor"]}
 
@@ -99,7 +99,7 @@ def main() -> int:
 
 
 def script_speeds(script: str, words: list[str]) -> list[float]:
-    """Return the images/s that benchmarks.gpu.probe measures, for train_vit.py also with compilation."""
+    """Return the images/s that benchmarks.gpu.probe measures, and for train_vit.py, also with compilation."""
     watches = ["--watch", "fed", *(["--watch", "fed --compile default"] if script == "train_vit.py" else [])]
     command = [sys.executable, "-m", "benchmarks.gpu.probe", *watches, script, *words]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
@@ -110,7 +110,7 @@ def script_speeds(script: str, words: list[str]) -> list[float]:
 
 
 def timm_flags(words: list[str], folder: Path) -> list[str]:
-    """Translate train_vit.py's flags into flags of timm's train.py, and write the images to PNG files."""
+    """Translate train_vit.py's flags into flags for timm's train.py, and write the images to PNG files."""
     recipe = recipe_of(load_script(ROOT / "train_vit.py"), words)
     images = open_images(prepare_data(recipe.data, Path(recipe.cache_dir).expanduser()))
     if not isinstance(images.train, ArraySplit):
@@ -143,7 +143,7 @@ def timms(words: list[str], steps: int) -> float:
                 seconds[update] = (update + 1) / float(match[2])  # elapsed seconds divided by the batch size
                 if update >= SKIPPED + steps:
                     break
-        with contextlib.suppress(psutil.NoSuchProcess):  # ignore a process that has already ended
+        with contextlib.suppress(psutil.NoSuchProcess):  # ignore a process that has already exited
             kill([*process.children(recursive=True), process])
     if SKIPPED not in seconds or (end := max(seconds)) == SKIPPED:
         raise ValueError(f"timm's train.py ended within {SKIPPED} updates, before the measurement: {last}")

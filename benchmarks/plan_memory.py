@@ -3,12 +3,12 @@
     python -m benchmarks.plan_memory
     python -m benchmarks.plan_memory --models vit_s --configs fsdp_2gpu,zero2_2gpu
 
-Each model trains for four steps on two CPU processes under each config, and rank 0 records the totals of
-torch's allocator. A step's peak of live tensors (`live`) is the largest sum of allocated bytes after any
-operator. The table contains the smallest peak of the last three steps, the largest sum at any time, which
-includes temporary memory of kernels, and the resident memory, which includes Python and torch's code. The
-command exits with status 1 if traced and live memory differ by more than 3 percent. docs/performance.md
-contains the results.
+Each model trains for four steps with two CPU processes under each config, and rank 0 records the totals of
+torch's allocator. A step's peak live tensor memory (`live`) is the largest number of allocated bytes after
+any operator. The table contains the smallest peak of the last three steps, the largest number of allocated
+bytes at any time (including kernels' temporary memory), and the resident memory (including Python and torch's
+code). The command exits with status 1 if traced and live memory differ by more than 3 percent.
+docs/performance.md contains the results.
 """
 
 import bisect
@@ -95,7 +95,7 @@ def trace_over_gloo() -> None:
         return gather(output_tensor, *args, **kwargs)
 
     def reduce_scatter_tensor(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return reduce(output, input.clone(), *args, **kwargs)  # gloo reduces a copy on each process
+        return reduce(output, input.clone(), *args, **kwargs)  # gloo reduces a copy in each process
 
     dist.all_gather_into_tensor = all_gather_into_tensor
     dist.reduce_scatter_tensor = reduce_scatter_tensor
@@ -121,12 +121,12 @@ def _output(words: list[Any]) -> str:
 
 
 def measure(file: Path, words: list[str]) -> None:
-    """Train in this process of a job, and write the smallest peak of a step to a file on the main process."""
+    """Train in this process of a job, and write the smallest per-step peak to a file on the main process."""
     from onecurve.checkpoint.training import TrainingState
     from onecurve.run.run import Run
 
     count_all_threads()
-    # Exclude checkpoint buffers, which are always in host memory and not in device memory.
+    # Exclude checkpoint buffers, which are always in CPU memory and never in device memory.
     TrainingState.allocate = lambda *_: None  # type: ignore[method-assign]
     recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     marks_ns: list[int] = []  # end of each step in nanoseconds
@@ -167,7 +167,7 @@ def least_peaks(roots: list[Any], marks_ns: list[int]) -> dict[str, int]:
 
     Args:
         roots: Root events of the profiler's event tree.
-        marks_ns: Start of the first measured step and end of each step, in nanoseconds.
+        marks_ns: Start time of the first measured step and end time of each step, in nanoseconds.
     """
     sums: list[tuple[int, bool, int]] = []  # time, True at an operator's end, new total
     waiting = [(root, False) for root in roots]

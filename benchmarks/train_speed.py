@@ -54,14 +54,14 @@ from onecurve.system.env import rank, world_size
 from onecurve.system.processes import kill, running_descendants
 
 ARMS = ("tutorial", "ours", "ready")
-STEPS = {"train_cnn_a": 100, "train_cnn_b": 6}  # number of steps per block, some seconds on a CPU
+STEPS = {"train_cnn_a": 100, "train_cnn_b": 6}  # number of steps per block, which take some seconds on a CPU
 LEAD_IN = 5  # number of unmeasured steps before each block, because workers prefetch 4 batches
 
 Stopwatch = Generator[None, tuple[int, str], None]  # receives each step's number of images and facts
 
 
 def stopwatch(steps: int) -> Stopwatch:
-    """Time a number of steps after LEAD_IN steps, print the result as JSON, and end the process.
+    """Time a number of steps after LEAD_IN steps, print the result as JSON, and exit the process.
 
     With several processes, only the first process prints the result. The result assumes that all processes
     use as much CPU time as the first process.
@@ -89,7 +89,7 @@ def used_s() -> float:
 
 
 class TutorialImages(Dataset):
-    """Images in memory, as in torchvision's CIFAR10, which are converted to PIL images for the transforms."""
+    """In-memory images that are converted to PIL images for the transforms, as in torchvision's CIFAR10."""
 
     def __init__(self, split: ArraySplit, transform: Callable):
         self.data, self.targets, self.transform = np.array(split.images), split.labels.tolist(), transform
@@ -116,7 +116,7 @@ def tutorial(script: ModuleType, words: list[str], watch: Stopwatch) -> None:
     train: Any = DataLoader(TutorialImages(images.train, augment), recipe.batch_size, shuffle=True, **fork)
     torch.manual_seed(recipe.seed)
     net = script.build_model(recipe, len(images.classes))
-    for block in getattr(net, "blocks", ()):  # the tutorials' order of layers, with the same result
+    for block in getattr(net, "blocks", ()):  # the tutorials' layer order, with the same result
         block[1], block[2] = block[2], block[1]
     accelerator = Accelerator()
     net, optimizer, train = accelerator.prepare(net, script.build_optimizer(net, recipe), train)
@@ -147,16 +147,16 @@ def work(arm: str, steps: int, file: str, words: list[str]) -> int:
         tutorial(script, words, watch)
     else:
         train_watched(script, words, step, lambda: arm != "ours")
-    return 1  # the training run ended before the end of the block
+    return 1  # the training run ended before the block did
 
 
 class Arm:
-    """Arm of the benchmark, which runs each block of steps in new processes.
+    """Benchmark arm that runs each block of steps in new processes.
 
     Attributes:
         cpu_s: CPU seconds that all blocks used.
         images: Number of images in all blocks.
-        facts: Device, batch and precision of the last block.
+        facts: The last block's device, batch and precision.
     """
 
     def __init__(self, processes: int, *words: str):
@@ -209,7 +209,7 @@ def main() -> int:
     if not words:
         parser.error("the script is missing. Add a script after these flags, for example train_cnn_a.py.")
     file, *words = words
-    parse(recipe_class(load_script(Path(file).resolve())), words)  # exit if a flag of the script is wrong
+    parse(recipe_class(load_script(Path(file).resolve())), words)  # exit if a script flag is wrong
     if flags.processes > 1 and "tutorial" in flags.arms:
         parser.error("--processes: the `tutorial` arm supports only one process. Pass --arms ours,ready.")
     if unknown := set(names := flags.arms.split(",")) - {*ARMS}:

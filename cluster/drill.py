@@ -32,12 +32,12 @@ from onecurve.system.processes import kill
 
 VICTIM = "node2"
 ON = 0.2  # fraction of all steps that the job must train during a fault to prove that the job continues
-PAUSE_S = 25  # minimum duration of a fault in seconds, which exceeds the time to detect a lost host
-PATIENCE_S = 120  # seconds after which a job hangs, in addition to the duration of the undisturbed run
+PAUSE_S = 25  # minimum fault duration in seconds, longer than the time to detect a lost host
+PATIENCE_S = 120  # seconds beyond the undisturbed run's duration after which a job is considered hung
 STARTS = 4  # maximum number of times that the same command is started
 AFTER = 0.3  # fraction of all steps that the job trains before the fault
 DISK_MIB = 512  # size of the in-memory disk for the runs
-STORE_S = 30  # timeout in seconds for the start of the S3 server
+STORE_S = 30  # timeout in seconds for starting the S3 server
 
 
 @dataclass
@@ -45,11 +45,11 @@ class Outcome:
     """Result of a training job during which one fault occurred."""
 
     fault: str  # key in FAULTS
-    survived: bool = False  # True if the job finished in spite of the fault
+    survived: bool = False  # True if the job finished despite the fault
     starts: int = 1  # number of times that the command was started
     lost_steps: int = 0  # number of steps that the job repeated
     pause_s: float = 0.0  # longest time without a new step after the fault, or 0 without later steps
-    difference: float = math.nan  # largest relative difference from a loss of the undisturbed run
+    difference: float = math.nan  # largest relative difference from the undisturbed run's losses
     notes: str = ""
 
 
@@ -57,10 +57,10 @@ class Outcome:
 class Training:
     """Training job that writes to a folder."""
 
-    words: list[str]  # training command of the user
+    words: list[str]  # the user's training command
     folder: Path
     control: str  # host that runs the command
-    env: dict[str, str]  # additional environment variables of the command
+    env: dict[str, str]  # additional environment variables for the command
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -76,7 +76,7 @@ class Training:
         return self.process is not None and self.process.poll() is None
 
     def status(self) -> int | None:
-        """Wait for the command to end, and return the exit status of the command."""
+        """Wait for the command to exit, and return its exit status."""
         return self.process.wait() if self.process else None
 
     @property
@@ -99,7 +99,7 @@ class Training:
         return any((self.folder / "checkpoints").glob("step_*/manifest.json"))
 
     def end(self) -> None:
-        """Kill the command and all remaining processes of the job on all hosts."""
+        """Kill the command and all of the job's remaining processes on all hosts."""
         if self.process and self.is_running:
             os.killpg(self.process.pid, signal.SIGKILL)
         for host in filter(cluster._is_running, cluster.names()):
@@ -107,7 +107,7 @@ class Training:
 
 
 class StepWatch:
-    """Monitor of a job's newest logged step, and of the longest time between two logged steps."""
+    """Monitor of a job's latest logged step and of the longest time between two logged steps."""
 
     def __init__(self, training: Training) -> None:
         self.training = training
@@ -135,7 +135,7 @@ def kill_a_rank(_: Training) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kill_an_agent(_: Training) -> Iterator[None]:
-    """Kill the parent process of the ranks on a host, which is the agent of torchrun or accelerate."""
+    """Kill the ranks' parent process on a host, the torchrun or accelerate agent."""
     ranks_on(VICTIM)[-1].parent().kill()
     yield
 
@@ -156,7 +156,7 @@ def power_off(_: Training) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stop_a_rank(_: Training) -> Iterator[None]:
-    """Suspend a rank, so that the rank neither responds nor ends."""
+    """Suspend a rank, so that it neither responds nor exits."""
     victim = ranks_on(VICTIM)[-1]
     victim.suspend()
     yield
@@ -244,8 +244,8 @@ def drill(command: list[str], hosts: int, slots: int, folder: Path, faults: list
         command: Training command.
         hosts: Number of hosts that train.
         slots: Number of slots per host.
-        folder: Output folder of the runs. During the drill, a small in-memory disk is mounted on this folder.
-        faults: Names of the faults.
+        folder: The runs' output folder. During the drill, a small in-memory disk is mounted on this folder.
+        faults: Fault names.
 
     Raises:
         ValueError: If the undisturbed run does not finish.
@@ -281,7 +281,7 @@ def drill(command: list[str], hosts: int, slots: int, folder: Path, faults: list
 def _start_store(host: str, bucket: str, folder: Path) -> dict[str, str]:
     """Start moto's S3 server on a host, create a bucket, and return the environment variables for clients.
 
-    The server needs the packages in requirements-dev.txt. The server ends when the host ends.
+    The server needs the packages in requirements-dev.txt. The server exits when the host ends.
     """
     address = f"10.77.0.{host.removeprefix('node')}"
     client_env = S3_ENV | {"AWS_ENDPOINT_URL": f"http://{address}:5000", "NO_PROXY": address}
@@ -302,7 +302,7 @@ def _start_store(host: str, bucket: str, folder: Path) -> dict[str, str]:
 
 
 def _run_with_fault(fault: str, training: Training, undisturbed: Training, duration_s: float) -> Outcome:
-    """Run the job with one fault. `duration_s` is the duration of the undisturbed run in seconds."""
+    """Run the job with one fault. `duration_s` is the undisturbed run's duration in seconds."""
     say(fault)
     outcome = Outcome(fault)
     training.start()
@@ -353,7 +353,7 @@ def _logged_numbers(pattern: str, log: str) -> list[int]:
 
 
 def ranks_on(host: str) -> list[psutil.Process]:
-    """Return the job's ranks on a host as processes, in the order of the ranks."""
+    """Return the job's ranks on a host as processes, in rank order."""
     # Workers inherit the environment of their rank, so the oldest process with a RANK variable is the rank.
     oldest: dict[int, psutil.Process] = {}
     for process in _job_processes(host):

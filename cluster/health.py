@@ -3,10 +3,10 @@
     python cluster/health.py
     python cluster/health.py --within_s 600
 
-Training is alive if a train script is running and no process of the script is suspended. In the container of
-the main process, the newest line in the log must also be at most --within_s seconds old. The main process
-logs a line every --log_every steps and at each evaluation. Before the first line, while the job starts and
-prepares data, the age of the log is not checked.
+Training is alive if a train script is running and none of its processes is suspended. In the main process's
+container, the newest line in the log must also be at most --within_s seconds old. The main process logs a
+line every --log_every steps and at each evaluation. Before the first line, while the job starts and prepares
+data, the log's age is not checked.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def health(within_s: float) -> tuple[bool, str]:
 
 
 def trains(command_line: list[str]) -> bool:
-    """Return True if a command line runs Python with a script train_*.py, like all ranks and workers."""
+    """Return True if a command line runs Python with a train_*.py script, as all ranks and workers do."""
     script = next((word for word in command_line[1:] if not word.startswith("-")), "")
     return bool(re.match(r"python[\d.]*$", Path(command_line[0]).name) and SCRIPT.fullmatch(script))
 

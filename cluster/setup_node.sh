@@ -45,7 +45,7 @@ FLAGS+=(--mount_s3 --dry_run --help)
 PACKAGES=(python3-venv make git g++ openssh-server openssh-client iproute2 pdsh)
 BEGIN="# BEGIN hosts of the training cluster (setup_node.sh)"
 END="# END hosts of the training cluster"
-LOCK_S=300  # maximum seconds to wait for apt's lock, which automatic upgrades of a new machine may hold
+LOCK_S=300  # maximum seconds to wait for apt's lock, which a new machine's automatic upgrades may hold
 MOUNT_S=90  # maximum seconds to wait for a file server's response
 
 repo="" path="" user="" nfs="" cifs="" cifs_credentials="" mount="" s3_mount="" s3_credentials="" mount_s3=""
@@ -150,7 +150,7 @@ known() {
     [[ " ${FLAGS[*]} " == *" $1 "* ]] || die "unknown flag $1. Did you mean $(nearest "$1")?" 2
 }
 
-# Prints the known flag with the smallest Levenshtein distance to a word.
+# Prints the known flag at the smallest Levenshtein distance from a word.
 nearest() {
     printf '%s\n' "${FLAGS[@]}" | awk -v word="$1" '
         function least(a, b, c) { return a < b ? (a < c ? a : c) : (b < c ? b : c) }
@@ -231,7 +231,7 @@ check_drives() {
     check_secret --s3_credentials "$s3_credentials" '^[^[:space:]]+:[^[:space:]]+$' "KEY:SECRET"
 }
 
-# Checks that only the owner of a secret file can read the file. Never prints the content of the file. A dry run prints a
+# Checks that only a secret file's owner can read it. Never prints the file's contents. A dry run prints a
 # warning instead of ending with an error.
 check_secret() {
     local problem
@@ -308,7 +308,7 @@ install_packages() {
 
 need() { there "$1" || missing+=("$1"); }
 
-# Checks for a program instead of a Debian package, because the user may have installed the program in a different way.
+# Checks for a program instead of a Debian package, because the user may have installed it in a different way.
 there() {
     case $1 in
         python3-venv) python3 -c "import venv, ensurepip" 2>/dev/null ;;
@@ -348,9 +348,9 @@ whole_block() {
         die "/etc/hosts has only one of the lines '$BEGIN' and '$END'. Remove this line"
 }
 
-# Prints the file with the block at the old position of the block, or at the end. Removes Debian's line that maps the
-# host's own name to a loopback address (127.0.1.1). The backends c10d (of torchrun) and gloo look up this name, and pass
-# the address to other hosts, which can't reach a loopback address.
+# Prints the file with the block at its old position, or at the end. Removes Debian's line that maps the
+# host's own name to a loopback address (127.0.1.1). torchrun's c10d backend and gloo look up this name, and
+# pass the address to other hosts, which can't reach a loopback address.
 with_block() {
     awk -v begin="$BEGIN" -v end="$END" -v names="$1" -v block="$scratch/block" '
         function put_block(    line) {
@@ -375,7 +375,7 @@ with_block() {
         END { put_block() }'
 }
 
-# Warns about lines outside the block that also contain the name of a host in the block.
+# Warns about lines outside the block that also contain the name of one of its hosts.
 named_twice() {
     local line
     while read -r line; do
@@ -465,7 +465,7 @@ drive() {
     put /etc/fstab
 }
 
-# Prints a file with a newline at the end of the file.
+# Prints a file with a newline at its end.
 end_of_line_added() { awk 1 "$(or_empty "$1")"; }
 
 # --- Repository
@@ -525,7 +525,8 @@ make_setup() {
 
 in_repo() { as_user git -C "$path" "$@"; }
 
-# Runs a command as the user who trains, with this user's ssh keys. Git neither asks questions nor writes the index.
+# Runs a command as the user who trains, with this user's SSH keys. Git neither asks questions nor writes the
+# index.
 as_user() {
     local settings=(GIT_TERMINAL_PROMPT=0 GIT_OPTIONAL_LOCKS=0 GIT_SSH_COMMAND="ssh -o BatchMode=yes")
     if [ "$user" = "$(id -un)" ]; then
@@ -535,12 +536,14 @@ as_user() {
     fi
 }
 
-# Runs a command and stores the output in $said. If the command fails, the output is the error message of the script.
+# Runs a command and stores its output in $said. If the command fails, its output is the script's error
+# message.
 must() {
     said=$("$@" 2>&1) || die "$(one_line "$said") (${*:2:4} ...)"
 }
 
-# Prints the error messages of ssh and git in one line. Prints the last line of the output if there are no messages.
+# Prints the error messages of ssh and git in one line. Prints the output's last line if there are no
+# messages.
 one_line() {
     local reasons
     reasons=$(grep -E '^(fatal|error): |verification failed|denied' <<<"$1" | paste -sd ' ') || true

@@ -12,11 +12,10 @@
 
 Each virtual host (node1, node2, ...) is a set of Linux namespaces with a separate host name, network
 interface eth0 (10.77.0.1, 10.77.0.2, ...), process tree, /dev/shm and /etc/hosts. `ssh node2` works on every
-host, because the sshd on each host accepts a key that `up` creates. The cores of this machine are divided
-among the hosts. If there are more hosts than cores, several hosts share a core. All hosts share the memory,
-GPUs and files of this machine. The flag --private FOLDER creates a separate copy of a folder for each host.
-The environment variable VIRTUAL_CLUSTER=NAME selects a second cluster that is independent of the default
-cluster.
+host, because the sshd on each host accepts a key that `up` creates. This machine's cores are divided among
+the hosts. If there are more hosts than cores, several hosts share a core. All hosts share this machine's
+memory, GPUs and files. The flag --private FOLDER creates a separate copy of a folder for each host. The
+environment variable VIRTUAL_CLUSTER=NAME selects a second cluster that is independent of the default cluster.
 
 The command does not change the machine itself. The hosts are connected to a switch in a separate namespace,
 without a route to other networks. `down` kills all processes on the hosts and removes the cluster. The

@@ -32,8 +32,8 @@ MaxStartups 100
 Subsystem sftp internal-sftp
 """
 SSH_CONFIG = "IdentityFile /etc/ssh/user\nGlobalKnownHostsFile /etc/ssh/ssh_known_hosts\n"
-# Script of the first process on a virtual host. $1 is the folder of the host. When the first process ends,
-# the kernel kills all other processes on the host.
+# Script that a virtual host runs as PID 1. $1 is the host's folder. When PID 1 exits, the kernel kills all
+# other processes on the host.
 INIT = """
 set -e
 folder=$1
@@ -67,7 +67,7 @@ def up(hosts: int, slots: int = 2, private: Sequence[Path] = (), spare: int = 0)
     Args:
         hosts: Number of hosts.
         slots: Number of slots per host in the hostfile.
-        private: Folders of which each host uses a separate copy.
+        private: Folders that are copied separately for each host.
         spare: Number of hosts at the end that the hostfile does not contain.
     """
     if STATE.exists():
@@ -88,7 +88,7 @@ def up(hosts: int, slots: int = 2, private: Sequence[Path] = (), spare: int = 0)
 
 
 def down() -> None:
-    """Kill all processes on all virtual hosts, and remove the namespaces and files of the hosts."""
+    """Kill all processes on all virtual hosts, and remove the hosts' namespaces and files."""
     for name in names():
         with contextlib.suppress(ValueError):
             kill(name)
@@ -105,7 +105,7 @@ def inside(host: str, command: list[str], folder: Path | None = None) -> list[st
     """Return a command line that runs a command on a host, in `folder` or in the current working folder."""
     init_pid = _init_pid(host)
     enter_namespaces = [*_on_its_cores(host), "nsenter", f"--target={init_pid}", "-m", "-u", "-i", "-n", "-p"]
-    # Use cd, because nsenter's flag --wd would enter this machine's folder instead of the host's --private
+    # Use cd, because nsenter's --wd flag would enter this machine's folder instead of the host's --private
     # copy.
     exec_command = shlex.join(["exec", "env", "--default-signal=INT", *map(str, command)])
     working_folder = shlex.quote(str(folder or Path.cwd()))
@@ -113,7 +113,7 @@ def inside(host: str, command: list[str], folder: Path | None = None) -> list[st
 
 
 def cut(host: str) -> None:
-    """Disconnect a host's network without stopping the processes on the host."""
+    """Disconnect a host's network without stopping its processes."""
     _init_pid(host)
     _run_ip(SWITCH, "link set", f"to-{host}", "down")
 
@@ -122,7 +122,7 @@ def heal(host: str) -> None:
     """Reconnect a host's network after a cut."""
     _init_pid(host)
     _run_ip(SWITCH, "link set", f"to-{host}", "up")
-    for name in names():  # forget failed lookups of the address, which would cause "No route to host"
+    for name in names():  # forget failed address lookups, which would cause "No route to host"
         _run_ip(_namespace(name), "neigh flush all")
 
 
@@ -155,7 +155,7 @@ def lose(host: str, percent: float) -> None:
 
 
 def processes(host: str) -> set[int]:
-    """Return the pids on this machine of all processes on a host except the first process."""
+    """Return the pids, on this machine, of a host's processes except its init process (PID 1)."""
     init_pid = _init_pid(host)
     namespace = os.readlink(f"/proc/{init_pid}/ns/pid")
     pids = set()
@@ -181,7 +181,7 @@ def start_sshd(host: str) -> None:
 
 
 def kill(host: str) -> None:
-    """Kill all processes on a host at once, like a power failure."""
+    """Kill all processes on a host at once, as a power failure would."""
     init_pid = _init_pid(host)
     os.kill(init_pid, signal.SIGKILL)
     end_s = time.monotonic() + 10
@@ -261,7 +261,7 @@ def _plug_in(name: str, address: str) -> None:
 
 
 def _on_its_cores(host: str) -> list[str]:
-    """Return a command prefix that restricts a command, and the number of threads, to a host's cores.
+    """Return a command prefix that restricts a command and its thread count to a host's cores.
 
     On 4 hosts and 2 cores, a training step of a small ViT takes 0.07 s with this prefix and 1.5 s without
     this prefix.
@@ -298,7 +298,7 @@ def _wait_for_sshd(host: str) -> None:
 
 
 def _init_pid(host: str) -> int:
-    """Return the pid on this machine of the first process on a host."""
+    """Return the pid, on this machine, of a host's init process (PID 1)."""
     if not _is_running(host):
         running = ", ".join(filter(_is_running, names()))
         remedy = f"Running hosts: {running}." if running else "Start the virtual hosts with `up`."
@@ -307,7 +307,7 @@ def _init_pid(host: str) -> int:
 
 
 def _is_running(host: str) -> bool:
-    """Return True if the recorded pid still belongs to the first process on a host. Pids can be reused."""
+    """Return True if the recorded pid still belongs to a host's init process. Pids can be reused."""
     try:
         network = os.stat(f"/run/netns/{_namespace(host)}").st_ino
         return os.stat(f"/proc/{_first_child(host)}/ns/net").st_ino == network

@@ -35,7 +35,7 @@ def train_scripts() -> list[Path]:
 
 
 def flag_table(recipe_class: type[Recipe], without: type[Recipe] | None = None) -> str:
-    """Return a Markdown table of a recipe's flags, except flags with the same default in `without`."""
+    """Return a Markdown table of a recipe's flags, except flags that have the same default in `without`."""
     shared_fields = dataclasses.fields(without) if without else ()
     shared = {f.name: (f.default, f.metadata["per_script"]) for f in shared_fields}
     rows = ["| flag | default | description |", "|---|---|---|"]

@@ -1,9 +1,9 @@
-"""Draw docs/one_curve.png, which compares the losses of seven training runs with a run on one process.
+"""Draw docs/one_curve.png, which compares the losses of seven training runs with a single-process run.
 
     python -m docs.one_curve --data FOLDER
 
 All eight runs train for the same steps in fp32 with the same micro-batches. Five of the compared runs use
-different strategies on 2 processes, one run uses 4 processes, and one run is elastic. The elastic run uses
+different strategies with 2 processes, one run uses 4 processes, and one run is elastic. The elastic run uses
 torchrun with two agents, which represent hosts with two processes each. During the elastic run, the script
 kills one agent with its processes and starts a new agent as a replacement.
 """
@@ -43,7 +43,7 @@ def accelerate(config: str) -> list[str]:
 
 
 def losses(folder: Path) -> list[float]:
-    """Return the logged losses in the order of the steps, with the last loss of each repeated step."""
+    """Return the logged losses in step order, with the last loss of each repeated step."""
     lines = read_lines(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
     by_step = {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
     return [by_step[step] for step in sorted(by_step)]
@@ -93,7 +93,7 @@ def train_elastic(folder: Path, words: list[str]) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with host(port, words, log) as first:
-        wait_for_store(port)  # the store must not run in the agent that is killed later
+        wait_for_store(port)  # the rendezvous store must not run in the agent that is killed later
         with host(port, words, log):
             wait_for(folder, KILLED_AT, first)
         wait_for(folder, JOINED_AT, first)
@@ -134,7 +134,7 @@ def main() -> None:
 
 
 def draw(path: Path, distances: dict[str, float]) -> None:
-    """Draw the largest loss difference of each run as a labelled bar, in rounding steps of fp32."""
+    """Draw each run's largest loss difference as a labelled bar, in fp32 rounding steps."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), dpi=100, layout="constrained")

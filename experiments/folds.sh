@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Cross-validates a training command. Each fold holds out a different part of the training images, with the same fraction
-# of each class. The script trains the folds in turn, predicts the held-out images with the last weights, and writes a
-# page per run and a comparison. The comparison contains the mean, the interval, and the accuracy over all images.
-# predictions.csv contains one prediction per image.
+# of each class. The script trains one fold after another, predicts the held-out images with the last weights,
+# and writes a page per run and a comparison. The comparison contains the mean, the interval, and the accuracy
+# over all images. predictions.csv contains one prediction per image.
 #
 #   experiments/folds.sh train_cnn_a.py --data photographs --epochs 20
 #   FOLDER=runs/wide experiments/folds.sh --folds 10 --seeds 2 train_cnn_a.py --data photographs --widths 64,128,256

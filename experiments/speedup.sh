@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Trains a CNN on 1, 2 and 4 processes with the same batch size. Then writes a page per run and a comparison of the runs.
+# Trains a CNN with 1, 2 and 4 processes and the same batch size. Then writes a page per run and a comparison
+# of the runs.
 #
 #   DATA=/data/cifar10 experiments/speedup.sh     rehearses with CNN-A
 #   SIZE=full experiments/speedup.sh     trains ResNet-18 on 1, 2 and 4 GPUs (not yet measured on GPUs)

@@ -1,8 +1,8 @@
 # Functions that run the steps of an experiment. The scripts in this folder source this file.
 #
-# Each step prints its command before it runs. The first step that fails ends the experiment, and the next start of the
-# experiment continues with the failed step. A step is skipped if its product exists and FOLDER/steps/ records the same
-# command. An interrupted training run resumes from its checkpoint.
+# Each step prints its command before it runs. The first step that fails ends the experiment, and the next
+# start continues with the failed step. A step is skipped if its product exists and FOLDER/steps/ records the
+# same command. An interrupted training run resumes from its checkpoint.
 #
 #   SIZE=rehearsal   size of the experiment: `rehearsal` is small and runs on this machine's CPUs, `full` runs on GPUs
 #   DATA=cifar10     data set, which is passed to the train scripts as --data

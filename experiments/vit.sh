@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Trains a Vision Transformer with FSDP on 4 GPUs, and with DDP on 2 hosts with 4 GPUs each. For each strategy, the script
-# finds the largest batch, trains, computes all metrics of the best checkpoint on the test split, and writes a page. Then
+# finds the largest batch, trains, computes all test metrics of the best checkpoint, and writes a page. Then
 # the script compares the runs. The best checkpoint is selected on a tenth of the training images.
 #
-#   DATA=/data/cifar10 experiments/vit.sh      rehearses with FSDP on 2 processes and DDP on 4 processes
+#   DATA=/data/cifar10 experiments/vit.sh      rehearses FSDP with 2 processes and DDP with 4 processes
 #   SIZE=full HOSTFILE=~/hostfile S3_PREFIX=s3://bucket/vit experiments/vit.sh      trains on GPUs (not yet measured)
 #   experiments/vit.sh --seeds 5      trains five times, with the seeds 0 to 4 (the same command resumes)
 #

@@ -26,7 +26,7 @@ BACKENDS = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-AS_EXACT = 1.5  # largest allowed error of the kernel against float64, as a multiple of flash's error
+AS_EXACT = 1.5  # largest allowed kernel error against float64, as a multiple of flash attention's error
 
 
 class Shape(NamedTuple):
@@ -49,7 +49,7 @@ SHAPES = {
     ),
     "256 tokens": Shape(256, 256, 6),
 }
-# Rows, keys and warps of the forward kernel's and the backward kernel's tiles
+# Tile rows, tile keys and warps of the forward and backward kernels
 TILES = [(64, 32, 4), (64, 64, 4), (128, 32, 8), (128, 64, 8)]
 TILES_BACK = [(0, 16, 8), (0, 32, 4), (0, 32, 8), (0, 64, 8), (0, 64, 16)]
 
@@ -59,7 +59,7 @@ Arm = Callable[[Tensor], Tensor]
 def attention(device: torch.device) -> dict[str, Result]:
     """Measure each arm's milliseconds for each shape.
 
-    Check that the kernel is about as exact as flash.
+    Check that the kernel is about as accurate as flash attention.
     """
     results = {}
     for name, shape in shapes(device):
@@ -78,7 +78,7 @@ def attention(device: torch.device) -> dict[str, Result]:
 
 
 def tiles(device: torch.device) -> dict[str, Result]:
-    """Measure the kernel with tiles that differ from the defaults in onecurve/models/attention_kernels.py."""
+    """Measure the kernel with tile sizes other than the defaults in attention_kernels.py."""
     from onecurve.models import attention_kernels as kernels
 
     results, defaults = {}, (kernels.FORWARD, kernels.BACKWARD)
@@ -123,7 +123,7 @@ def torch_attention(backend: SDPBackend, qkv: Tensor) -> Tensor:
 
 
 def inputs_of(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a random qkv tensor [B, N, 3, H, D] and a random gradient of the outputs [B, N, H, D]."""
+    """Return a random qkv tensor [B, N, 3, H, D] and a random output gradient [B, N, H, D]."""
     samples, tokens, heads, size, _ = shape
     draw = partial(torch.randn, device=device, dtype=torch.bfloat16)
     return draw(samples, tokens, 3, heads, size).requires_grad_(), draw(samples, tokens, heads, size)
@@ -140,7 +140,7 @@ def shape_ms(shape: Shape) -> float:
 def milliseconds(run: Arm, qkv: Tensor, gradient: Tensor) -> float:
     """Return the milliseconds of a forward and backward pass.
 
-    On a GPU, the time is measured in a graph of REPEATED passes, on a CPU in one call.
+    The time is measured in a graph of REPEATED passes on a GPU, and in one call on a CPU.
     """
 
     def layers() -> None:
@@ -170,7 +170,7 @@ def milliseconds(run: Arm, qkv: Tensor, gradient: Tensor) -> float:
 
 
 def error(run: Arm, qkv: Tensor, gradient: Tensor) -> float:
-    """Return the larger relative error against float64, of the outputs or the gradients, for 8 samples."""
+    """Return the larger of the outputs' and gradients' relative errors against float64, for 8 samples."""
     few, few_gradient = qkv[:8].detach().requires_grad_(), gradient[:8]
     exact = few.detach().double().requires_grad_()
     out, precise = run(few), plain_attention(exact)

@@ -25,8 +25,8 @@ FLAGS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("--grad_checkpointing",): ("train_vit",),
     ("--compile", "default"): SCRIPTS,
 }
-# Flags whose checks have passed before or are slow. --compile uses CUDA graphs only for CNNs, because the
-# blocks of a ViT refuse CUDA graphs.
+# Flags whose checks have passed before or are slow. --compile uses CUDA graphs only for CNNs, because a ViT's
+# blocks refuse CUDA graphs.
 REPEATED: dict[tuple[str, ...], tuple[str, ...]] = {
     ("--mixed_precision", "fp16"): SCRIPTS,
     ("--compile", "reduce-overhead"): CNNS,
@@ -36,7 +36,7 @@ DRY = ("train_cnn_a --mixed_precision fp16", "train_cnn_a --compile default", "t
 
 
 def smoke() -> dict[str, Row]:
-    """Return the row that must pass before all other rows run. This row also loads CUDA's libraries."""
+    """Return the row that must pass before all other rows run. This row also loads the CUDA libraries."""
     return {"a few steps": row(runs, "train_cnn_a")}
 
 
@@ -70,7 +70,7 @@ def hello_waits(setting: Setting) -> Result:
 
 
 def no_waits(watch: dict[str, Any]) -> Result:
-    """Check in the result of the probe's `waits` watch that a step does not wait for the GPU."""
+    """Check with the probe's `waits` watch that a step does not wait for the GPU."""
     lines = ", ".join(f"{line} {count}" for line, count in watch["places"].items())
     return check(not watch["waits"], watch["waits"], "a step", 0, lines)
 
@@ -82,7 +82,7 @@ def runs(setting: Setting, script: str, *flags: Any) -> Result:
 
 @rows.once
 def variants(setting: Setting, script: str) -> dict[tuple[str, ...], Path]:
-    """Train a script with each of the section's sets of flags, and return the run folders.
+    """Train a script with each of the section's flag sets, and return the run folders.
 
     All training runs share one process.
     """
@@ -141,7 +141,7 @@ def twice(setting: Setting, script: str, *flags: str) -> Result:
 
 
 def graphed(setting: Setting, script: str) -> Result:
-    """Compare runs with and without a graph, to detect a seed, rate or input that the graph freezes."""
+    """Compare runs with and without a graph, to detect a seed, learning rate or input frozen in the graph."""
     checkpoints = trainings(setting, script, "--deterministic")
     return same(checkpoints["without a graph"], checkpoints["with a graph"])
 
@@ -194,7 +194,7 @@ held = torch.empty(max(0, free - int(float(sys.argv[1]) * 2**30)), dtype=torch.u
 print("held", flush=True)
 sys.stdin.read()
 """
-# A dry run limits the memory of a process in the same way as find_batch_size.py.
+# A dry run limits a process's memory as find_batch_size.py does.
 LIMITED = """
 import resource, runpy, sys
 resource.setrlimit(resource.RLIMIT_DATA, (2**32, 2**32))
@@ -221,7 +221,7 @@ def ballast() -> Iterator[None]:
 
 
 def one_line(setting: Setting) -> Result:
-    """Train on all generated images, enlarged, as one batch, which needs 40 times the free memory."""
+    """Train on all generated images, enlarged, as one batch that needs 40 times the free memory."""
     words = [*small_images(setting, "train_cnn_b"), "--width", 64, "--batch_size", 4096, "--image_size", 128]
     words += rows.run_flags(setting, setting.folder / "full", words)
     with ballast() if not setting.dry_run else contextlib.nullcontext():
@@ -233,7 +233,7 @@ def one_line(setting: Setting) -> Result:
 
 
 def search(setting: Setting) -> Result:
-    """Run find_batch_size.py. A dry run limits the memory of CNN-A's processes instead of a GPU's memory."""
+    """Run find_batch_size.py. A dry run limits CNN-A's process memory instead of GPU memory."""
     file, script = setting.folder / "search.json", "train_cnn_a" if setting.dry_run else "train_cnn_b"
     limit = ["--memory_limit_gib", 2, "--quantum", 1024] if setting.dry_run else ["--quantum", 256]
     config = ["--config_file", "accelerate_configs/single_gpu.yaml", "--output", file]

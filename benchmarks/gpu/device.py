@@ -1,4 +1,4 @@
-"""Measure performance ceilings of the device, and compare a checkpoint's snapshot with a blocking copy.
+"""Measure the device's performance ceilings, and compare a checkpoint's snapshot with a blocking copy.
 
     python -m benchmarks.gpu.device ceilings
 
@@ -82,7 +82,7 @@ def speed_of(work: Callable[[], object], moved: int, expected: float) -> Result:
 
 
 def product_flops(device: torch.device, dtype: torch.dtype, tf32: bool = False) -> float:
-    """Return the FLOP/s of a large square matrix product, which the suite uses as the MFU's peak."""
+    """Return the FLOP/s of a large square matrix product. The suite uses them as the MFU's peak."""
     size = 256 if device.type == "cpu" else 8192
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     before = torch.backends.cuda.matmul.allow_tf32

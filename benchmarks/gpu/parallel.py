@@ -23,9 +23,9 @@ FSDP = {
     "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
 }
-# This variable replaces --deterministic, whose exact sums ZeRO does not support on several processes.
+# This variable replaces --deterministic, whose exact sums ZeRO does not support with several processes.
 NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}
-WITHIN = 1e-4  # tolerance of the loss after a few steps in fp32; on a CPU, the losses differ by 1e-5
+WITHIN = 1e-4  # loss tolerance after a few steps in fp32; on a CPU, losses differ by 1e-5
 END_S = 60  # maximum seconds from --timeout_s to the end of a job with a suspended rank
 
 
@@ -139,11 +139,11 @@ def all_gpus(setting: Setting) -> int:
 
 
 def beside_single(setting: Setting, name: str, processes: int | None = None) -> Result:
-    """Compare a strategy's loss with the loss of one process.
+    """Compare a strategy's loss with the single-process loss.
 
     Args:
-        setting: Settings of the section.
-        name: Name of the strategy.
+        setting: The section's settings.
+        name: Strategy name.
         processes: Number of processes that share one GPU. None starts one process per GPU.
     """
     module = shared(setting) if processes == 2 else []
@@ -156,7 +156,7 @@ def near(difference: float) -> Result:
 
 
 def fp32(setting: Setting) -> list[Any]:
-    """Return flags that train CNN-A in fp32.
+    """Return the flags that train CNN-A in fp32.
 
     BatchNorm in other models would amplify rounding errors 100 times in a few steps.
     """
@@ -184,7 +184,7 @@ def doctor(setting: Setting) -> Result:
 
 
 def ring(setting: Setting, processes: int | None = None) -> Result:
-    """Resume a run under each strategy in turn, and check that its loss is close to the loss of a DDP run.
+    """Resume a run under each strategy in turn, and check that its loss is close to a DDP run's loss.
 
     All `processes` share one GPU. None starts one process per GPU.
     """
@@ -206,8 +206,8 @@ def lost(
     """Check that a job ends after one of its ranks is killed or suspended during training.
 
     Args:
-        setting: Settings of the section.
-        name: Name of the strategy.
+        setting: The section's settings.
+        name: Strategy name.
         number: Signal to send to the rank.
         processes: Number of processes that share one GPU. None starts one process per GPU.
         graph: Flag that enables or disables step graphs.

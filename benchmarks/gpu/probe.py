@@ -8,13 +8,13 @@ last of its watches. A failed run reports an `error` and does not end the other 
 
 fed       Measure images/s in three windows of --seconds each, after a warm-up of --seconds.
 resident  Measure images/s in the same way on one batch that stays on the device.
-profile   Report the number of kernels per step, the fraction of the time in which the GPU was busy, and the
-          most expensive kernels.
+profile   Report the number of kernels per step, the fraction of time that the GPU was busy, and the most
+          expensive kernels.
 waits     Report the number of calls per step that wait for the GPU, and the source lines of these calls
           (torch.cuda.set_sync_debug_mode).
 
-The output also contains the model's FLOPs per image, and the device's FLOP/s according to a matrix product
-and to the data sheet.
+The output also contains the model's FLOPs per image, and the device's FLOP/s, both measured in a matrix
+product and from the data sheet.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def main() -> None:
     script = load_script(Path(file).resolve())
     results = [watched(script, words, flags, *shlex.split(watch)) for watch in flags.watch]
     print(json.dumps(results), flush=True)
-    os._exit(0)  # exit without waiting for the threads of the training runs
+    os._exit(0)  # exit without waiting for the training runs' threads
 
 
 def watched(script: Any, words: list[str], flags: Any, names: str, *more: str) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def profile(seconds: float, steps: int) -> Watch:
     kernel_ms: Counter[str] = Counter()
     count: Counter[str] = Counter()
     for event in profiler.events():
-        # Exclude annotations, which cover several kernels, for example all kernels of a step.
+        # Exclude annotations, which cover several kernels, for example all kernels in a step.
         if event.device_type == device_type and not event.is_user_annotation:
             kernel_ms[event.name] += (event.device_time if on_gpu else event.self_cpu_time_total) / 1e3
             count[event.name] += 1

@@ -38,7 +38,7 @@ class Result:
 
     value: Any = ""
     unit: str = ""
-    expected: Any = ""  # estimate for a measurement, or the promise that a check verifies
+    expected: Any = ""  # expected value of a measurement, or the promise that a check verifies
     verdict: str = ""  # ok or FAIL for a check or a measurement with a goal
     note: str = ""
     kernels: tuple[tuple[str, float, float], ...] = ()  # name, ms per step and number of launches per step
@@ -54,14 +54,14 @@ class Setting:
     dry_run: bool  # True for a few steps of small models on a CPU, where goals do not apply
     ends_at: float  # deadline (time.time())
     command_s: float = 900  # timeout of a command
-    failures: Path | None = None  # file for the complete output of failed rows
+    failures: Path | None = None  # file for failed rows' complete output
 
     def size(self, full: Any, dry: Any) -> Any:
         """Return the number of steps, images or bytes for a full or a dry run."""
         return dry if self.dry_run else full
 
     def judge(self, reached: bool) -> str:
-        """Return the verdict on a goal."""
+        """Return the verdict for a goal."""
         return "" if self.dry_run else OK if reached else FAIL
 
     @property
@@ -170,7 +170,7 @@ def once(make: Callable) -> Callable:
 class Done(NamedTuple):
     """Exit status and output of a command."""
 
-    status: int | None  # None if the command did not end in time
+    status: int | None  # None if the command timed out
     output: str
 
 
@@ -189,7 +189,7 @@ def started(words: list[Any], output: IO[str], env: dict[str, str] | None = None
     try:
         yield process
     finally:
-        with contextlib.suppress(psutil.Error):  # the ranks of a launcher run in separate sessions
+        with contextlib.suppress(psutil.Error):  # a launcher's ranks run in separate sessions
             kill([*process.children(recursive=True), process])
             process.wait(5)
 
@@ -214,8 +214,8 @@ def succeeds(setting: Setting, words: list[Any], env: dict[str, str] | None = No
     """Run a command and return the last line of its output.
 
     Raises:
-        RuntimeError: If the command failed or did not end in time. The message contains the end of the
-            command's output.
+        RuntimeError: If the command failed or timed out. The message contains the last part of the command's
+            output.
     """
     done = command(setting, words, env)
     last = [line for line in done.output.splitlines() if line.strip()][-3:]
@@ -234,7 +234,7 @@ def run_flags(setting: Setting, folder: Path, words: list[Any]) -> list[Any]:
 def train(
     setting: Setting, name: str, words: list[Any], *flags: Any, env: dict[str, str] | None = None
 ) -> tuple[Path, dict[str, Any]]:
-    """Run a train script with a launcher, and return the run folder and the content of result.json."""
+    """Run a train script with a launcher, and return the run folder and the contents of result.json."""
     folder = setting.folder / name.replace(" ", "_").replace("/", "_")
     succeeds(setting, [*words, *run_flags(setting, folder, words), *flags], env)
     return folder, json.loads((folder / "result.json").read_text())
@@ -251,8 +251,8 @@ def train_all(
 
     Each command must pass --output_dir.
 
-    A failed run does not end the other runs. The run folder of a failed run contains no result with the
-    status `finished`.
+    A failed run does not end the other runs. A failed run's folder contains no result with the status
+    `finished`.
     """
     spec = setting.folder / f"{name}.json"
     spec.write_text(json.dumps([list(map(str, words)) for words in commands]))

@@ -20,7 +20,7 @@ from onecurve.distributed import accelerator, rendezvous, step_graph
 from onecurve.system.env import LOCAL_NUMBER
 
 COLLECTIVES = torch.library.Library("_c10d_functional", "IMPL")
-LEAST_NCCL = (2, 30)  # first version of NCCL that accepts several ranks on one GPU
+LEAST_NCCL = (2, 30)  # first NCCL version that accepts several ranks on one GPU
 NCCL = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
 
 
@@ -73,7 +73,7 @@ def use_gloo() -> None:
 
 
 def gather_on_the_host() -> None:
-    """Run DTensor's collectives in host memory, because gloo crashes with GPU memory (pytorch #152645)."""
+    """Run DTensor's collectives in CPU memory, because gloo crashes with GPU memory (pytorch #152645)."""
 
     def through_host(collective: Callable, tensor: torch.Tensor, *words: object) -> torch.Tensor:
         return torch.ops._c10d_functional.wait_tensor(collective(tensor.cpu(), *words)).to(tensor.device)

@@ -1,8 +1,8 @@
 """Measure throughput, kernels, busy time and MFU of each case, and recipes with goals.
 
 Each case runs in a separate process. MFU is the model's FLOP/s (counted by torch, forward and backward)
-relative to the FLOP/s of a large bf16 product on this device, and relative to the peak in the device's data
-sheet. All expected values were measured on one H200 at commit f763543 (docs/gpu.md).
+relative to the FLOP/s of a large bf16 product on this device, and to the peak in the device's data sheet. All
+expected values were measured on one H200 at commit f763543 (docs/gpu.md).
 """
 
 import io
@@ -30,7 +30,7 @@ from benchmarks.gpu.rows import (
     trained,
 )
 
-END_TO_END = 0.95  # goal for the training speed, as a fraction of the speed on a resident batch
+END_TO_END = 0.95  # goal for the training speed, as a fraction of the speed on a batch already in GPU memory
 
 
 class Variant(NamedTuple):
@@ -46,7 +46,7 @@ PLAIN = Variant()
 
 @dataclass(frozen=True)
 class Case:
-    """Script with its flags, which one process measures with all variants."""
+    """Script with flags. One process measures all its variants."""
 
     script: str
     flags: tuple[Any, ...]
@@ -209,7 +209,7 @@ def decoding(setting: Setting) -> Result:
 # --- Recipes with goals on CIFAR-10 for accuracy, and for training time with and without the first epoch
 
 FAST = ("--config", "recipes/cnn_b_cifar10_fast.yaml")
-IMAGES = 50_000  # number of CIFAR-10's training images
+IMAGES = 50_000  # number of CIFAR-10 training images
 
 
 # Accuracy goals on CIFAR-10's original images and on a JPEG copy. airbench94 reaches 0.9401 on the original
@@ -233,7 +233,7 @@ def recipes() -> dict[str, Row]:
 def is_jpeg(data: str) -> bool:
     """Return True if the data is a table with JPEGs.
 
-    CIFAR-10 on the hub contains PNGs, which keep the exact pixels.
+    CIFAR-10 on the Hugging Face Hub contains PNGs, which keep the exact pixels.
     """
     if not (tables := sorted(Path(data).rglob("train-*.parquet"))):
         return False
@@ -255,8 +255,8 @@ def trains(
     """Train a recipe and measure its time and accuracy.
 
     Args:
-        setting: Settings of the section.
-        script: Name of the train script, without its suffix.
+        setting: The section's settings.
+        script: The train script's name, without its suffix.
         accuracies: Accuracy goals on CIFAR-10's original images and on a JPEG copy.
         expected_s: Expected seconds of training without start-up costs.
         goal_s: Maximum seconds of training without start-up costs.

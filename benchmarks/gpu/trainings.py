@@ -4,8 +4,8 @@
     torchrun --nproc_per_node=2 -m benchmarks.gpu.trainings SPEC
 
 SPEC is a JSON file with a list of commands. Each command is a list that contains a script and its flags. A
-failed run does not end the other runs. The run folder of a failed run contains no result, or a result that
-reports the failure. The command exits with status 1 if any run failed.
+failed run does not end the other runs. A failed run's folder contains no result, or a result that reports the
+failure. The command exits with status 1 if any run failed.
 """
 
 import gc
@@ -29,7 +29,7 @@ def main() -> None:
     failed = [words for words in json.loads(Path(sys.argv[1]).read_text()) if not succeeds(words)]
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(bool(failed))  # exit without waiting for the threads of the training runs
+    os._exit(bool(failed))  # exit without waiting for the training runs' threads
 
 
 def succeeds(words: list[str]) -> bool:

@@ -1,7 +1,7 @@
 """Choose the next batch size to try, and launch trials under a memory limit.
 
-Each trial runs in new processes, because a trial may run out of memory or hang. At the end of the trial, all
-processes of the trial are killed.
+Each trial runs in new processes, because a trial may run out of memory or hang. When a trial ends, all its
+processes are killed.
 """
 
 import contextlib
@@ -25,21 +25,21 @@ from onecurve.system.processes import (
     says_out_of_memory,
 )
 
-FIRST = 8  # number of images in the first trial; with fewer images, weights and libraries dominate the memory
+FIRST = 8  # number of images in the first trial; with fewer images, weights and libraries dominate memory use
 EXTRAPOLATED_SHARE = 0.9  # fraction of the predicted increase to try if the prediction is an extrapolation
 KNEE_SPEED_UP = 1.05  # minimum speedup over a smaller batch that justifies a larger batch
-SAMPLE_S, PERIOD_S = 0.02, 0.5  # seconds between memory samples, and between listings of the processes
+SAMPLE_S, PERIOD_S = 0.02, 0.5  # seconds between memory samples, and between process listings
 
 
 def next_size(ran: dict[int, float], failed: set[int], limit_gib: float, quantum: int) -> int | None:
     """Return the next batch size to try, or None if the search has finished.
 
     The search finishes when the next multiple of `quantum` above the largest successful size has failed. The
-    search models memory as a + b * size. After a wrong prediction, the next sizes decrease in steps that
-    double, but not below the middle between the largest successful size and the smallest failed size.
+    search models memory as a + b * size. After a wrong prediction, the candidates decrease in doubling steps,
+    but not below the midpoint between the largest successful size and the smallest failed size.
 
     Args:
-        ran: Memory in GiB of each batch size that ran successfully.
+        ran: Memory in GiB for each batch size that ran successfully.
         failed: Batch sizes that did not fit into memory.
         limit_gib: Memory limit in GiB.
         quantum: Divisor of all batch sizes.
@@ -97,17 +97,17 @@ def knee(images_per_s: dict[int, float]) -> int:
 class LaunchResult:
     """Result of a command that ran under a memory limit."""
 
-    status: int | None  # exit status of the launcher, or None if the launcher was killed after the timeout
+    status: int | None  # the launcher's exit status, or None if it was killed after the timeout
     output: str  # combined stdout and stderr of all processes
     data_gib: float  # largest data size of a process, as limited by RLIMIT_DATA, or 0 without a limit
-    seconds: float  # duration of the launch
+    seconds: float  # launch duration
     is_out_of_memory: bool
 
 
 def launch_limited(command: list[str], limit_gib: float | None, timeout_s: float) -> LaunchResult:
     """Run a command whose processes may each use limit_gib of data, and then kill all remaining processes.
 
-    Without a limit, for example on GPUs, this function does not sample the memory of the processes.
+    Without a limit, for example on GPUs, this function does not sample process memory.
     """
     other_pids = {process.pid for process in psutil.Process().children(recursive=True)}
     start_s, killed_before, data_gib = time.monotonic(), _killed_by_kernel(), 0.0
@@ -148,7 +148,7 @@ def launch_limited(command: list[str], limit_gib: float | None, timeout_s: float
 
 
 def _limit_process(limit_gib: float | None) -> None:
-    """Limit the memory of the launcher and of all processes that the launcher starts."""
+    """Limit the memory of the launcher and of all processes it starts."""
     end_with_parent()
     if limit_gib is not None:
         size = int(limit_gib * 2**30)
@@ -174,6 +174,6 @@ def _largest_data_gib(other_pids: set[int]) -> float:
 
 
 def _killed_by_kernel() -> int:
-    """Return the number of processes that the kernel on this machine has killed for lack of memory."""
+    """Return the number of processes that this machine's kernel has OOM-killed."""
     match = re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE)
     return int(match[1]) if match else 0

@@ -1,1 +1,1 @@
-"""Facts about hosts, checks of these facts, and findings for doctor.py. Start reading in checks.py."""
+"""Host facts, checks and findings for doctor.py. Start reading in checks.py."""

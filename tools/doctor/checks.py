@@ -1,4 +1,4 @@
-"""Checks of all hosts for doctor.py. docs/trouble.md explains the codes of all findings."""
+"""Host checks for doctor.py. docs/trouble.md explains all finding codes."""
 
 import argparse
 import secrets
@@ -22,12 +22,12 @@ from tools.launch.hosts import Connection, Host, master_address, start_on
 
 Facts = dict[str, dict[str, Any]]  # facts about each host by host name
 
-ASK_S, DATA_S, S3_S, ALL_REDUCE_S = 30, 300, 180, 60  # timeouts; --data may contain a million files
+ASK_S, DATA_S, S3_S, ALL_REDUCE_S = 30, 300, 180, 60  # timeouts (s); --data may contain a million files
 NO_ANSWER = "the host did not respond"
 CLOCK_S = 2.0  # tolerated clock error in seconds
-SHM_GIB, SHM_LEAST_GIB = 1.0, 0.0625  # limits for a warning and a failure; containers default to 64 MiB
+SHM_GIB, SHM_LEAST_GIB = 1.0, 0.0625  # warning and failure limits of /dev/shm; containers default to 64 MiB
 DISK_GIB, DISK_LEAST_GIB = 10.0, 1.0  # limits for a warning and a failure
-OPEN_FILES = 4096  # smallest limit on open files without a warning
+OPEN_FILES = 4096  # minimum open-file limit without a warning
 HELD_PART = 0.1  # fraction of a GPU's memory that other processes may use without a warning
 
 # Meaning and remedy of each finding, by code
@@ -39,7 +39,7 @@ class Finding:
     """Problem that a check has found on a host."""
 
     code: str  # key in findings.yaml
-    host: str  # name of the host
+    host: str  # host name
     what: str  # description of the problem on this host
     fails: bool = True  # True if the job would fail, or False for a warning
 
@@ -84,7 +84,7 @@ class Checks:
         self.clients, self.flags, self.config = clients, flags, config
         self.first = clients[0].name
         self.facts: Facts = {}
-        self.checked: list[str] = []  # codes of all checked problems, in the order of the checks
+        self.checked: list[str] = []  # codes of all checked problems, in check order
         self.notes: list[str] = []
 
     def run(self, model: Callable[[], dict[str, Any]] | None) -> list[Finding]:
@@ -109,8 +109,8 @@ class Checks:
             began = time.time()
             within_s = DATA_S if self.flags.data else ASK_S
             answer = client.ask("facts", within_s, data=self.flags.data)
-            # The host read the clock between `began` and now. The clock is correct if it was in this
-            # interval.
+            # The host read the clock between `began` and now. The clock is correct if its reading is within
+            # this interval.
             clock = answer.get("clock", began)
             return answer | {"clock_off_s": min(clock - began, 0) + max(clock - time.time(), 0)}
 
@@ -128,7 +128,7 @@ class Checks:
             self.notes.append("No host has a GPU. The job would be a rehearsal on CPUs, with gloo.")
 
     def _failure_code(self, answer: dict[str, Any]) -> str:
-        """Return the code of the finding for a host that did not return facts."""
+        """Return the finding code for a host that did not return facts."""
         if "Host key" in answer["error"]:
             return "host-key"
         if self.flags.data and answer["error"].startswith(NO_ANSWER):
@@ -138,7 +138,7 @@ class Checks:
     def deepspeed(self) -> Iterator[Finding]:
         """Check that `deepspeed --hostfile` can connect.
 
-        A problem is only a warning, because launch.py may work.
+        A problem is only a warning, because launch.py may still connect.
         """
         if not any(facts["versions"]["deepspeed"] for facts in self.facts.values()):
             return
@@ -213,7 +213,7 @@ class Checks:
                 yield Finding("s3", self.first, problem)
 
     def all_reduce(self) -> Iterator[Finding]:
-        """Run an all-reduce with one process per device. Even the GPUs in a single host may hang."""
+        """Run an all-reduce with one process per device. It may hang even between GPUs in one host."""
         slots = [len(client.host.devices) for client in self.clients]
         first_ranks = dict(zip(self.facts, accumulate(slots, initial=0), strict=False))
         is_unusable = any(_driver_problem(host_facts) for host_facts in self.facts.values())
@@ -253,7 +253,7 @@ class Checks:
 
 
 def deepspeed_problem(host: str) -> str | None:
-    """Return the reason why `ssh HOST hostname` with the options of DeepSpeed's launcher fails, or None."""
+    """Return the reason why `ssh HOST hostname` with the DeepSpeed launcher's options fails, or None."""
     options = ["-o", "PasswordAuthentication=no", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
     try:
         completed = subprocess.run(
@@ -267,13 +267,13 @@ def deepspeed_problem(host: str) -> str | None:
 
 
 def _ask_all(clients: list[HostClient], ask: Callable[[HostClient], dict]) -> list[tuple[HostClient, dict]]:
-    """Ask all clients in parallel, and return pairs of client and answer."""
+    """Query all clients in parallel, and return (client, answer) pairs."""
     with ThreadPoolExecutor(len(clients) or 1) as threads:
         return list(zip(clients, threads.map(ask, clients), strict=True))
 
 
 def check_hosts(hosts: list[Host], facts: Facts) -> Iterator[Finding]:
-    """Check the facts about each host separately."""
+    """Check each host's facts separately."""
     for host in hosts:
         if (host_facts := facts.get(host.name)) is None:
             continue
@@ -327,7 +327,7 @@ def _check_gpu(host: str, index: int, gpu: dict[str, Any]) -> Iterator[Finding]:
 
 def compare_hosts(facts: Facts) -> Iterator[Finding]:
     """Find differences between hosts. The most common value of each fact is considered correct."""
-    # Code of the finding, name of the fact, value of the fact on each host, and True for a failure
+    # Finding code, fact name, the fact's value on each host, and True for a failure
     comparisons: list[tuple[str, str, dict[str, Any], bool]] = []
     for code in ("versions", "code"):
         for name in sorted({name for host_facts in facts.values() for name in host_facts[code]}):
@@ -362,7 +362,7 @@ def _presence(gpus: list[Any]) -> str:
 
 
 def check_all_reduce(host: Host, answer: dict[str, Any]) -> Iterator[Finding]:
-    """Check a host's results of the all-reduce. Report a problem only once if several devices have it."""
+    """Check a host's all-reduce results. Report a problem only once if several devices have it."""
     devices_of: dict[tuple[str, str], list[int]] = {}  # devices with a problem, by code and text
     for device, rank in zip(host.devices, answer.get("ranks", ()), strict=False):
         major, minor = rank.get("capability") or (0, 0)
@@ -390,14 +390,14 @@ def check_job(
     """Check that the strategy suits the model, and that the batch is not larger than the data set.
 
     Args:
-        host: Name of the first host, which all findings mention.
-        config: Content of the accelerate config.
+        host: Name of the first host, to which all findings refer.
+        config: Contents of the accelerate config.
         model: Facts about the script's model.
-        memory_gib: Memory of the smallest GPU in GiB, or None if the job has no GPUs.
+        memory_gib: Memory in GiB of the GPU with the least memory, or None if the job has no GPUs.
     """
     fsdp = config.get("distributed_type") == "FSDP"
     zero3 = "zero3" in str((config.get("deepspeed_config") or {}).get("deepspeed_config_file"))
-    needed_gib = 16 * model["parameters"] / 2**30  # 4 bytes each for weights, gradients and both moments
+    needed_gib = 16 * model["parameters"] / 2**30  # 4 bytes each for weights, gradients and both Adam moments
     if (fsdp or zero3) and memory_gib and 0 < needed_gib < memory_gib / 5:
         strategy = "FSDP" if fsdp else "ZeRO-3"
         needed = f"{needed_gib:.2f} GiB including the optimizer"

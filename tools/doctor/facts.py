@@ -1,6 +1,6 @@
 """Answers doctor.py's questions on each host without importing torch.
 
-Each request contains the name of a function in QUESTIONS and the arguments of the function:
+Each request contains the name of a function in QUESTIONS and its arguments:
 
     {"request": "connect", "address": "10.0.0.11", "port": 29500}
     EVENT {"event": "answer", "answer": {"refused": null}}
@@ -34,7 +34,7 @@ from tools.launch.hosts import connection_addresses, event_line, requests
 
 PACKAGES = ("torch", "accelerate", "deepspeed", "timm", "numpy", "safetensors")
 SMALL, LARGE = 1, 2**24  # number of fp32 elements in the small (4 bytes) and the large (64 MiB) all-reduce
-ROUNDS = 5  # number of measured all-reduces of each size
+ROUNDS = 5  # number of timed all-reduces per size
 
 _listening: list[socket.socket] = []  # listening sockets, which stay open until this process ends
 
@@ -76,7 +76,7 @@ def route(master: str) -> dict[str, Any]:
 
 
 def listen(port: int) -> dict[str, Any]:
-    """Listen on a port unless another process uses the port. Also return the number of a free port."""
+    """Listen on a port unless another process uses it. Also return a free port number."""
     with socket.create_server(("", 0)) as probe:
         free_port = probe.getsockname()[1]
     taken = None
@@ -99,12 +99,12 @@ def writable(folder: str, token: str, leave: bool) -> dict[str, Any]:
     """Test whether a folder is writable, and whether the hosts share the folder.
 
     Args:
-        folder: Path of the folder. If the folder does not exist yet, test the nearest existing parent folder.
+        folder: Folder path. If the folder does not exist yet, test the nearest existing parent folder.
         token: Name of an empty file. Hosts that see this file share the folder.
         leave: True to create the file.
 
     Returns:
-        Keys `folder` (path of the tested folder), `free_gib` (free space), `problem` (None if the folder is
+        Keys `folder` (the tested folder's path), `free_gib` (free space), `problem` (None if the folder is
         writable) and `sees` (True if the token exists).
     """
     path = Path(folder)
@@ -146,11 +146,11 @@ def all_reduce(
     interface: str,
     deadline_s: float,
 ) -> dict[str, Any]:
-    """Run this host's processes of a test job that has one process per device on all hosts.
+    """Run this host's processes in a test job with one process per device on all hosts.
 
     Args:
-        address: Address of the first host.
-        port: Port of the rendezvous on the first host.
+        address: The first host's address.
+        port: Rendezvous port on the first host.
         first_rank: Rank of the first process on this host.
         processes: Total number of processes on all hosts.
         devices: Indices of this host's devices, numbered as in the hostfile.
@@ -196,12 +196,12 @@ def all_reduce(
 
 
 def run_rank(within_s: float, gpu: bool) -> None:
-    """Run one process of the all-reduce, with NCCL on GPUs and gloo on CPUs.
+    """Run one all-reduce process, with NCCL on GPUs and gloo on CPUs.
 
     The process prints lines of JSON. On a GPU, the first line contains the architectures for which torch was
     built, and the GPU's compute capability. If torch can't use the GPU, the first line contains the reason
-    (`unusable`), and the process exits. The last line contains the duration of a small all-reduce in seconds,
-    and the speed of a large all-reduce in GB/s (tensor bytes / s).
+    (`unusable`), and the process exits. The last line contains the latency of a small all-reduce in seconds,
+    and the bandwidth of a large all-reduce in GB/s (tensor bytes / s).
     """
     import torch
     import torch.distributed as dist
@@ -242,7 +242,7 @@ def run_rank(within_s: float, gpu: bool) -> None:
 
 
 def code_digests() -> dict[str, str]:
-    """Return the first 12 hex digits of the SHA-256 of all project files that a job uses, by path."""
+    """Return the first 12 hex digits of each project file's SHA-256, by path, for files that a job uses."""
     patterns = ("*.py", "onecurve/**/*.py", "tools/**/*.py", "accelerate_configs/*.yaml", "ds_configs/*.json")
     files = sorted(file for pattern in patterns for file in ROOT.glob(pattern))
     return {str(file.relative_to(ROOT)): _digest(file.read_bytes()) for file in files}
@@ -255,8 +255,8 @@ def _digest(content: bytes) -> str:
 def _data_digest(location: str) -> dict[str, Any]:
     """Return a `digest` of --data, or a `problem` if the data can't be read.
 
-    The digest covers the names and sizes of all files in a folder, the content of a list or table, or the
-    manifest of shards.
+    The digest covers the names and sizes of all files in a folder, the contents of a list or table, or the
+    shard manifest.
     """
     if location.startswith("hub:") or location in ("digits", "cifar10", "synthetic"):
         return {"problem": None}  # no digest, because each host generates or downloads the data

@@ -27,7 +27,7 @@ from tools.inference.inference import evaluated_split, pixels_of, preprocessing_
 WEIGHTS, CONFIG, CODE = "model.safetensors", "config.json", "model.py"
 MODEL_PY = Template(Path(__file__).with_name("model.py.j2").read_text(), keep_trailing_newline=True)
 OPSET = 20
-# Keys of timm's config that describe the pretrained weights
+# timm config keys that describe the pretrained weights
 KEYS_OF_ORIGIN = ("tag", "license", "paper_ids", "paper_name", "origin_url", "notes")
 
 
@@ -42,7 +42,7 @@ class Exported:
     classes: tuple[str, ...]
     preprocessing: DataConfig
     is_cropped: bool  # True if images are resized and cropped, False if they are only resized
-    sample: Tensor  # model inputs from held-out images: [n, 3, S, S]
+    sample: Tensor  # held-out images as model inputs [n, 3, S, S]
 
     @property
     def is_timms(self) -> bool:
@@ -50,7 +50,7 @@ class Exported:
 
     @property
     def preparation(self) -> dict[str, Any]:
-        """Settings of the preprocessing, with the keys of timm's configs."""
+        """Preprocessing settings, with timm's config keys."""
         size, (mean, std, crop) = self.recipe.image_size, self.preprocessing
         return {
             "input_size": (3, size, size),
@@ -65,12 +65,12 @@ class Exported:
 def open_trained(
     location: str, which: str, script_file: str | None, words: list[str], scratch: Path, count: int
 ) -> Exported:
-    """Open a trained model and some of the model's held-out images.
+    """Open a trained model and some held-out images.
 
     Args:
-        location: Path or s3:// URL of the model.
+        location: The model's path or s3:// URL.
         which: Checkpoint to open if `location` is a run, "best" or "latest".
-        script_file: Path of the train script, or None if the script is in this project.
+        script_file: The train script's path, or None if the script is in this project.
         words: Train script flags that change the recipe.
         scratch: Folder for downloaded files.
         count: Number of held-out images.
@@ -107,7 +107,7 @@ def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
     """Write the weights and config.json, and also write model.py unless timm contains the model.
 
     config.json contains a section `trained_by` for predict.py and validate.py. This section stores only the
-    last part of the path of the data.
+    last component of the data path.
 
     Returns:
         Content of config.json without `trained_by`.
@@ -164,9 +164,9 @@ def _write_with_code(exported: Exported, folder: Path) -> dict[str, Any]:
 
 
 def check_reloaded(exported: Exported, folder: Path) -> None:
-    """Load the exported model like a user, and raise ValueError unless the logits are bitwise identical.
+    """Load the exported model as a user would, and raise ValueError unless the logits are bitwise identical.
 
-    Loading fails if the Model section in the script uses names that model.py does not import from torch.
+    Loading fails if the script's Model section uses names that model.py does not import from torch.
     """
     if exported.is_timms:
         import timm

@@ -1,4 +1,4 @@
-"""Settings, start and end of the commands validate.py and predict.py."""
+"""Settings, startup and shutdown of the validate.py and predict.py commands."""
 
 import contextlib
 import dataclasses
@@ -29,7 +29,7 @@ from onecurve.system.threads import Heartbeat, run_with_heartbeat
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inference:
-    """Settings of commands that run inference with a trained model."""
+    """Settings for commands that run inference with a trained model."""
 
     help_group = (
         "model and computation",
@@ -78,9 +78,9 @@ class Inference:
         """Find and verify the model on the main process. All processes must call this method.
 
         Args:
-            accelerator: Accelerator of the job.
-            location: Path, s3:// URL or timm name of the model.
-            list_inputs: Function that the main process calls after the search for the model.
+            accelerator: The job's Accelerator.
+            location: The model's path, s3:// URL or timm name.
+            list_inputs: Function that the main process calls once it has found the model.
 
         Yields:
             The model, the result of list_inputs(), and a folder for temporary files.
@@ -94,7 +94,7 @@ class Inference:
             yield TrainedModel(**fields), inputs, Path(scratch)
 
     def _find(self, location: str, scratch: Path, heartbeat: Heartbeat) -> TrainedModel:
-        """Find the model in files, or download the weights of a timm model from the hub."""
+        """Find the model in files, or download a timm model's weights from the Hugging Face Hub."""
         if self.pretrained or (is_hub_name(location) and not Path(location).exists()):
             name = timm_name(location)
             trained = find(str(download(name)), self.which, scratch, heartbeat)
@@ -118,11 +118,11 @@ class Inference:
 def preprocessing_of(
     trained: TrainedModel, script: ModuleType, recipe: ImageRecipe, model: nn.Module
 ) -> DataConfig:
-    """Return the preprocessing of the model's inputs.
+    """Return the model's input preprocessing.
 
-    The preprocessing comes from the model's files, or from the script or timm if the files do not contain the
-    preprocessing. Flags override the result. Files from earlier versions of this project contain no
-    preprocessing, because all models used the same crop.
+    The preprocessing comes from the model's files, or from the script or timm if the files do not specify it.
+    Flags override the result. Files from earlier versions of this project contain no preprocessing, because
+    all models used the same crop.
     """
     if trained.recipe is None and not hasattr(script, "MEAN"):  # the file contains only weights
         return data_config_of(model, recipe)
@@ -131,7 +131,7 @@ def preprocessing_of(
 
 
 def evaluated_split(split: Split, trained: TrainedModel) -> Split:
-    """Return the split, cropped if the model was evaluated on crops, even if all images have equal sizes."""
+    """Return the split, cropped if the model was evaluated on crops, even if all images are the same size."""
     return CroppedSplit(split) if trained.cropped and isinstance(split, ArraySplit) else split
 
 
@@ -161,5 +161,5 @@ def keep_features(model: Any) -> list[np.ndarray]:
 
 
 def own_words(words: list[str]) -> list[str]:
-    """Return command-line words without the flag --local_rank, which DeepSpeed's launcher adds."""
+    """Return command-line words without the --local_rank flag that DeepSpeed's launcher adds."""
     return [word for word in words if not word.startswith("--local_rank")]

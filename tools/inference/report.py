@@ -1,4 +1,4 @@
-"""Compute and print the metrics of validate.py, and write the files of the report."""
+"""Compute and print validate.py's metrics, and write the report files."""
 
 import json
 import tempfile
@@ -13,9 +13,9 @@ from onecurve.system.files import write_csv, write_text
 from onecurve.system.paths import ROOT
 from onecurve.upstream.packages_ import import_evaluate
 
-METRICS = ("classification", "top_k", "calibration")  # names of the modules in tools/inference/metrics/
+METRICS = ("classification", "top_k", "calibration")  # module names in tools/inference/metrics/
 TOP, BINS, WORST = 5, 15, 24
-TIMED = 1000  # minimum number of images for a throughput, because decoders need time to start
+TIMED = 1000  # minimum number of images for reporting throughput, because decoders need time to start
 PRINTED_CLASSES = 20  # maximum number of classes for which all classes and the confusion matrix are printed
 WORST_CLASSES = 10  # number of printed classes if there are more than PRINTED_CLASSES classes
 NAME = 24  # maximum number of printed characters in a class name
@@ -31,7 +31,7 @@ def measure(rows: Rows, name_of: NameOf, classes: int, scratch: Path) -> dict[st
 
     Args:
         rows: Predictions. rows["id"] contains positions in the stored split.
-        name_of: Function that maps a position in the stored split to the file name of the image.
+        name_of: Function that maps a position in the stored split to the image's file name.
         classes: Number of classes.
         scratch: Folder for copies of the metric modules.
     """
@@ -67,7 +67,7 @@ def _image_rows(
 
 
 def load_metrics(scratch: Path) -> list[Any]:
-    """Load the modules in METRICS with the package `evaluate`, which copies the modules to `scratch`."""
+    """Load the modules in METRICS with the `evaluate` package, which copies them to `scratch`."""
     evaluate = import_evaluate(scratch)
     folder = ROOT / "tools" / "inference" / "metrics"
     return [
@@ -80,7 +80,7 @@ def write_report(
 ) -> None:
     """Write each file in FILES atomically.
 
-    `worst` contains the images of the worst mistakes, uint8 [n, H, W, 3].
+    `worst` contains the worst mistakes' images, uint8 [n, H, W, 3].
     """
     from onecurve.run import plots
 
@@ -110,7 +110,7 @@ def write_report(
 
 
 def print_report(summary: dict[str, Any], title: str) -> None:
-    """Print the metrics, the metrics of all or of the worst classes, and the confusion matrix if it fits."""
+    """Print overall metrics, per-class metrics (all or the worst), and the confusion matrix if it fits."""
     from rich.console import Console
 
     console = Console(markup=False, highlight=False)
@@ -156,7 +156,7 @@ def print_report(summary: dict[str, Any], title: str) -> None:
 
 
 def preprocessing_text(summary: dict[str, Any]) -> str:
-    """Return a short description of the preprocessing of the model's inputs."""
+    """Return a short description of the model's input preprocessing."""
     preprocessing = summary["preprocessing"]
     crop = (
         f"crop {preprocessing['crop_pct']:g} {preprocessing['crop_mode']}" if summary["cropped"] else "whole"

@@ -1,1 +1,1 @@
-"""Jobs that launch.py starts on one or several hosts over ssh. Start reading in job.py."""
+"""Jobs that launch.py starts on one or several hosts over SSH. Start reading in job.py."""

@@ -1,10 +1,10 @@
 """Agent that starts and stops a job's processes on one host, and leaves no process behind.
 
-launch.py starts an agent on each host, over ssh or locally. The agent first sends an event that describes the
+launch.py starts an agent on each host, over SSH or locally. The agent first sends an event that describes the
 host, and then accepts the requests `start`, `stop`, `kill` and `beat` (a heartbeat). The agent forwards the
-output of the processes, and the events that the processes report (onecurve/system/env.py). If the input ends,
-or if no heartbeat arrives for SILENCE_S, launch.py has ended or the connection is lost. In both cases, the
-agent stops the processes as after the request `stop`.
+processes' output and the events that they report (onecurve/system/env.py). If the input ends, or if no
+heartbeat arrives for SILENCE_S, launch.py has ended or the connection is lost. In both cases, the agent stops
+the processes as it does on a `stop` request.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ from onecurve.system.env import EVENTS_FILE, JOB, PREEMPTED, EventReader
 from tools.launch.hosts import connection_addresses, event_line, requests
 
 BEAT_S = 5  # seconds between heartbeats from launch.py
-ALIVE_S = 2  # seconds between heartbeats from the agent, which reveal a lost host earlier than ssh
+ALIVE_S = 2  # seconds between heartbeats from the agent, which reveal a lost host earlier than ssh does
 SILENCE_S = 45  # seconds without a heartbeat after which the agent stops the processes
-FENCE_S = 15  # seconds without a heartbeat after which the agent of an elastic job kills the processes
+FENCE_S = 15  # seconds without a heartbeat after which an elastic job's agent kills the processes
 GRACE_S = 40  # seconds from `stop` to SIGKILL; launchers kill their processes 30 s after SIGTERM
 SUSPENDED = "is suspended by a signal (SIGSTOP or a debugger), and the other ranks waited for this process"
 
-# Queue of requests, and of `signal` for each signal that this process receives
+# Queue of requests, with a `signal` entry for each signal that this process receives
 Queue = queue.SimpleQueue[tuple[str, dict[str, Any]]]
 
 _writing = threading.Lock()  # held by the thread that writes a line to launch.py
@@ -54,18 +54,18 @@ def main() -> None:
         except queue.Empty:
             return
     if request != "start":
-        sys.exit(request == "signal")  # the host leaves the job before the start of the job
+        sys.exit(request == "signal")  # the host leaves the job before it starts
     with tempfile.TemporaryDirectory(prefix="launch-", ignore_cleanup_errors=True) as folder:
         sys.exit(_run_job(arguments, EventReader(Path(folder) / "events"), received))
 
 
 def _run_job(arguments: dict[str, Any], events: EventReader, received: Queue) -> int:
-    """Run the job's processes on this host, and return the exit status of the launcher.
+    """Run the job's processes on this host, and return the launcher's exit status.
 
     Args:
         arguments: Arguments of the `start` request: job, words, env, first, and master (address and port of
             the first host, or None in a job on one host).
-        events: Reader of the events that the processes report.
+        events: Reader of events reported by the processes.
         received: Queue of later requests and signals.
     """
     is_elastic = bool(arguments["job"])
@@ -91,7 +91,7 @@ def _run_job(arguments: dict[str, Any], events: EventReader, received: Queue) ->
 
 
 def _send_new_events(events: EventReader, statuses: set[int]) -> None:
-    """Send new events to launch.py, and add the reported exit statuses of processes to `statuses`."""
+    """Send new events to launch.py, and add the processes' reported exit statuses to `statuses`."""
     for event in events.new():
         if event["event"] == "exit":
             statuses.add(event["status"])
@@ -145,7 +145,7 @@ def _start_launcher(arguments: dict[str, Any]) -> subprocess.Popen[bytes]:
 
 
 def _kill_previous_round(job: str) -> None:
-    """Kill the processes of the previous round of this job. The agent of that round may still be running."""
+    """Kill the processes from this job's previous round. That round's agent may still be running."""
     candidates = psutil.process_iter(["environ"])
     processes.kill([process for process in candidates if (process.info["environ"] or {}).get(JOB) == job])
 

@@ -1,11 +1,11 @@
-"""Runner of an elastic job, which launches the job in rounds on all available hosts for launch.py.
+"""Elastic job runner for launch.py, which launches the job in rounds on all available hosts.
 
-If a host is lost or receives a request to stop, the host leaves the job, and the other hosts continue from
+If a host is lost or receives a request to stop, it leaves the job, and the other hosts continue from
 the newest checkpoint. If a lost host responds again, or if a host is added to the hostfile, all hosts save a
-checkpoint, and the next round includes this host. The first host of a round is also the first host of the
-next round, because this host stores the newest checkpoint. If the first host is lost, the other hosts can
-continue only from checkpoints in S3 or in a shared folder. A new host that prevents a round from training a
-step is excluded for some time.
+checkpoint, and the next round includes this host. A round's first host is also the next round's first host,
+because it stores the newest checkpoint. If the first host is lost, the other hosts can continue only from
+checkpoints in S3 or in a shared folder. A new host that prevents a round from training a step is temporarily
+excluded.
 
     _gather: connects to hosts, chooses the round's hosts --- none for WAIT_S, or a signal ---> exit status
        |                              ^
@@ -40,13 +40,13 @@ from tools.launch.job import LaunchPlan, fail, failure_cause
 from tools.launch.launcher import CONNECT_S, HostConnection, Launcher
 
 LOST_S = 12  # seconds without a heartbeat from an agent after which the host is considered lost
-FENCED_S = FENCE_S + 3  # seconds after which the agent of a lost host has certainly killed the processes
+FENCED_S = FENCE_S + 3  # seconds after which a lost host's agent has certainly killed the processes
 KILL_S = 3  # seconds from a loss to killing the other hosts' processes, which wait in a collective
 RETRY_S = 5  # seconds between attempts to connect to a host that does not respond
 SETTLE_S = 3  # seconds to wait for more hosts before a round starts, or before a new host joins
 WAIT_S = 120  # seconds with too few available hosts after which the job ends
 LEAVE_S = 180  # seconds until a host may rejoin after a request to stop, unless the host disconnected
-REFUSED_S, LONGEST_S = 60, 3600  # seconds of a faulty host's first and longest exclusion
+REFUSED_S, LONGEST_S = 60, 3600  # duration in seconds of a faulty host's first and longest exclusions
 FRUITLESS_ROUNDS = 3  # maximum number of consecutive failed rounds without a new checkpoint
 
 
@@ -79,20 +79,20 @@ class ElasticJob(Launcher):
         self.leaves_until: dict[str, float] = {}  # time.monotonic() at which a host may join again, by host
         self.refusals: dict[str, int] = {}  # number of exclusions since a host last trained, by host
         self.waiting: dict[str, str] = {}  # why an available host can't take part in a round, by host
-        self.proven: set[str] = set()  # names of hosts that have trained a step
+        self.proven: set[str] = set()  # names of the hosts that have trained a step
         self.next_try = 0.0
-        self.mistake = ""  # newest reported mistake in the hostfile
-        self.members = []  # connections to the hosts of this round, starting with the first host
+        self.mistake = ""  # most recently reported hostfile mistake
+        self.members = []  # connections to this round's hosts, starting with the first host
         self.stopping = ""  # reason why this round is being stopped, or an empty string
         self.lost_at: float | None = None  # time.monotonic() when a member was lost
         self.fenced_at = 0.0  # time.monotonic() until which a lost first host may still write files
         self.larger_since: float | None = None  # time.monotonic() when a larger round became possible
-        self.leavers: dict[str, str] = {}  # why a host of this round is leaving, by host
-        self.first: str | None = None  # name of the first host in the last round that trained
-        self.batch: dict[str, int] = {}  # values of the batch event: batch_size, per_device
-        self.began: dict[str, Any] = {}  # newest began event: step, in_s3, is_shared
-        self.is_training = self.is_finished = False  # state of this round, and state of the entire training
-        self.step = 0  # newest step in all rounds
+        self.leavers: dict[str, str] = {}  # why a host in this round is leaving, by host
+        self.first: str | None = None  # first host's name in the last round that trained
+        self.batch: dict[str, int] = {}  # values of the `batch` event: batch_size, per_device
+        self.began: dict[str, Any] = {}  # newest `began` event: step, in_s3, is_shared
+        self.is_training = self.is_finished = False  # states of this round and of the entire training run
+        self.step = 0  # latest step in all rounds
         self.changed_at: float | None = None  # time.monotonic() when the last change of hosts began
         self.fruitless = 0  # number of consecutive failed rounds without a new checkpoint
 
@@ -228,7 +228,7 @@ class ElasticJob(Launcher):
             self.request_all("kill", self.members)
 
     def _look_for_more_hosts(self) -> None:
-        """Stop the round, after all hosts have saved a checkpoint, if a larger round is possible."""
+        """Stop the round once all hosts have saved a checkpoint, if a larger round is possible."""
         can_stop = self.is_training and not self.stopping and not self.is_finished
         ready = self._ready() if can_stop else []
         chosen = self._choose(ready)
@@ -243,7 +243,7 @@ class ElasticJob(Launcher):
             self._stop_round(f"{', '.join(joining_names)} {'joins' if len(joining_names) == 1 else 'join'}")
 
     def _report_waiting_hosts(self, names: list[str]) -> None:
-        """Print once for each reason why available hosts can't take part in a round."""
+        """Print, once per reason, why available hosts can't take part in a round."""
         reason = f"--max_hosts {self.max_hosts}"
         if names and len(self.members) != self.max_hosts:
             host_count = plural(len(self.members) + len(names), "host")
@@ -353,7 +353,7 @@ class ElasticJob(Launcher):
     # --- End of a round
 
     def _judge(self) -> int | None:
-        """Return the exit status of the job after a round, or None if the job continues with a new round."""
+        """Return the job's exit status after a round, or None if the job continues with a new round."""
         statuses = [member.status for member in self.members]
         if self.is_finished or not any(statuses):  # a launcher may be stopped after training has finished
             return 0
@@ -387,10 +387,9 @@ class ElasticJob(Launcher):
         return None
 
     def _exclude_faulty_hosts(self) -> bool:
-        """Exclude the hosts that made a round fail if the remaining hosts can continue without these hosts.
+        """Exclude the hosts that made a round fail if the job can continue on the remaining hosts.
 
-        A faulty host is a new host, or a host that certainly caused the failure of a round that did not train
-        a step.
+        A faulty host is a new host, or a host that certainly caused a round to fail before it trained a step.
 
         Returns:
             True if hosts were excluded. False if no host is faulty, or if too few hosts would remain.

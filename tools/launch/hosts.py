@@ -1,4 +1,4 @@
-"""Reads hostfiles, and starts modules on hosts over ssh.
+"""Read hostfiles, and start modules on hosts over SSH.
 
 Hostfiles have the same syntax as DeepSpeed's hostfiles:
 
@@ -34,7 +34,7 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 @dataclass(frozen=True)
 class Host:
-    """Name of a host for ssh, and indices of the host's GPUs in the job. Each GPU runs one process."""
+    """Host name for ssh, and the indices of the host's GPUs in the job. Each GPU runs one process."""
 
     name: str
     devices: tuple[int, ...]
@@ -177,13 +177,13 @@ def _parse_filter(flag: str, filter_text: str, hosts: list[Host]) -> dict[str, s
 SSH: tuple[str, ...] = ("ssh", "-T", "-x", "-a", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes")
 SSH += ("-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4")
 SSH += ("-o", "ControlMaster=no", "-o", "ControlPath=none")  # a shared connection ignores other options
-SSH_FAILED = 255  # exit status of ssh if ssh itself fails
+SSH_FAILED = 255  # ssh's exit status if ssh itself fails
 EVENT = "\x1eevent "  # start of an event; a shell may print a window title before the event
 
 
 @dataclass(eq=False)
 class Connection:
-    """Connection to a module that runs on a host. Requests and events are sent as lines of JSON."""
+    """Connection to a module running on a host. Requests and events are sent as lines of JSON."""
 
     host: Host
     process: subprocess.Popen[str]
@@ -196,7 +196,7 @@ class Connection:
             self.process.stdin.write(json.dumps({"request": name} | arguments) + "\n")
 
     def events(self) -> Iterator[dict[str, Any] | str]:
-        """Yield the events of the module, and all other output as lines of text, until the module ends."""
+        """Yield the module's events, and all its other output as lines of text, until the module ends."""
         assert self.process.stdout
         for line in self.process.stdout:
             text, event_mark, event = line.rstrip("\n").partition(EVENT)
@@ -219,7 +219,7 @@ def event_line(event: str, **facts: Any) -> str:
 
 
 def start_on(host: str, module: str) -> subprocess.Popen[str]:
-    """Start a module of this project on a host, over ssh unless the host is this machine.
+    """Start a module of this project on a host, over SSH unless the host is this machine.
 
     The module runs in a separate session, so that Ctrl-C in this terminal does not interrupt the module.
     """
@@ -259,9 +259,9 @@ def close_and_wait(connections: Sequence[Connection], within_s: float) -> None:
 
 
 def connection_addresses() -> dict[str, str | None]:
-    """Return the addresses of this host and of the ssh client.
+    """Return the addresses of this host and of the SSH client.
 
-    Both addresses are None without an ssh connection.
+    Both addresses are None without an SSH connection.
     """
     login = os.environ.get("SSH_CONNECTION", "").split()  # client address and port, server address and port
     client, server = (login[0], login[2]) if len(login) == 4 else (None, None)

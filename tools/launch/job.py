@@ -1,4 +1,4 @@
-"""Runner of a job, which starts the job on each host and stops all hosts if a host fails, for launch.py."""
+"""Job runner for launch.py, which starts the job on each host and stops all hosts if one fails."""
 
 import re
 import shlex
@@ -15,7 +15,7 @@ from tools.launch.hosts import SSH_FAILED, Host, master_address
 from tools.launch.launcher import CONNECT_S, HostConnection, Launcher, selected_devices
 
 USE_CPU = "ACCELERATE_USE_CPU"
-# Beginning of the lines that ssh prints about a lost connection
+# Start of the lines that ssh prints about a lost connection
 SSH_ERROR = re.compile(r"(Timeout, server|Connection (to|reset|closed)|client_loop|Read from remote|ssh)")
 LAUNCHER_ERRORS = ("subprocess.CalledProcessError", "torch.distributed.elastic.")  # exceptions of launchers
 
@@ -26,10 +26,10 @@ class LaunchPlan:
 
     hosts: list[Host]
     launcher: list[str]  # flags for accelerate launch
-    script: list[str]  # path of the script, and flags for the script
+    script: list[str]  # script path, and flags for the script
     env: dict[str, str]  # environment of each process, sent over stdin to keep secrets out of command lines
-    master_addr: str | None  # address of the first host, or None for the address from ssh
-    port: int  # port of the rendezvous on the first host
+    master_addr: str | None  # the first host's address, or None for the address from ssh
+    port: int  # rendezvous port on the first host
     log_dir: Path  # folder for one log file per host
 
     @property
@@ -40,12 +40,12 @@ class LaunchPlan:
         """Return the command that starts the job's processes on one host.
 
         Args:
-            rank: Index of the host in the job.
-            master: Address of the first host. Ignored in a job on one host.
+            rank: The host's index in the job.
+            master: The first host's address. Ignored in a job on one host.
         """
         hosts = len(self.hosts)
-        # accelerate divides --num_processes by the number of hosts. The agents of torchrun add up the
-        # numbers of all hosts.
+        # accelerate divides --num_processes by the number of hosts. torchrun's agents add up the process
+        # counts of all hosts.
         flags = f"--num_machines {hosts} --num_processes {hosts * len(self.hosts[rank].devices)}"
         flags += " --gpu_ids all"  # overrides the config file, because the agent sets CUDA_VISIBLE_DEVICES
         if hosts > 1:
@@ -54,9 +54,9 @@ class LaunchPlan:
         return [*launcher, *flags.split(), *self.script]
 
     def shares(self, master: str) -> list[str]:
-        """Return a text about the ranks and devices of each host.
+        """Return a description of each host's ranks and devices.
 
-        The first of several texts contains the master.
+        With several hosts, the first description contains the master's address.
         """
         descriptions, first_rank = [], 0
         for host in self.hosts:
@@ -72,7 +72,7 @@ class LaunchPlan:
         """Return the address at which all hosts can reach the first host.
 
         Args:
-            connections: Connections to all hosts, from which the hello events have arrived.
+            connections: Connections to all hosts, after their hello events have arrived.
         """
         hellos = [connection.hello for connection in connections if connection.hello]
         return self.master_addr or master_address(hellos)
@@ -123,7 +123,7 @@ class JobRunner(Launcher):
     def __init__(self, plan: LaunchPlan):
         super().__init__(plan.hosts, plan.log_dir)
         self.plan = plan
-        self.failed: list[HostConnection] = []  # connections to failed hosts, in the order of the failures
+        self.failed: list[HostConnection] = []  # connections to failed hosts, in order of failure
 
     def run(self, dry_run: bool) -> int:
         """Run the job and return its exit status.
@@ -177,7 +177,7 @@ class JobRunner(Launcher):
         return True
 
     def _show_hosts(self, address: str) -> None:
-        """Print the name, the ssh address and the ranks of each host."""
+        """Print each host's name, SSH address and ranks."""
         shares = self.plan.shares(address)
         for rank, (connection, share) in enumerate(zip(self.connections, shares, strict=True)):
             assert connection.hello
@@ -222,7 +222,7 @@ def failure_cause(connection: HostConnection) -> tuple[int, str]:
     """Return the reason for a host's failure, and the likelihood that a different host caused the failure.
 
     Processes that import onecurve report the reason for a failure. Without a report, this function guesses
-    the reason from the output of the host.
+    the reason from the host's output.
 
     Returns:
         Number from 0 (the failure of this host is the cause) to 5 (the failure is most likely a consequence),
@@ -245,8 +245,8 @@ def failure_cause(connection: HostConnection) -> tuple[int, str]:
     output = "\n".join(lines)
     if suspended := re.search(rf"^error: (.* {re.escape(SUSPENDED)})$", output, re.MULTILINE):
         return 1, suspended[1]
-    # torchrun reports exit codes. Ignore signal 15, with which torchrun ends the other processes, and signal
-    # 6 of NCCL.
+    # torchrun reports exit codes. Ignore signal 15 (SIGTERM), with which torchrun ends the other processes,
+    # and NCCL's signal 6 (SIGABRT).
     if kill_report := re.search(r"exitcode *: *-(?!15\b|6\b)(\d+)", output):
         return 1, f"a process of the job was killed by signal {kill_report[1]}"
     if connection.failure:

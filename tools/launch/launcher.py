@@ -1,4 +1,4 @@
-"""Connections of launch.py to the agents of a job, for output, heartbeats and stop requests."""
+"""launch.py's connections to a job's agents, for output, heartbeats and stop requests."""
 
 import contextlib
 import math
@@ -22,11 +22,11 @@ from onecurve.system.processes import is_under_nohup
 from tools.launch.agent import BEAT_S
 from tools.launch.hosts import SSH_FAILED, Connection, Host, close_and_wait, start_on
 
-CONNECT_S = 30  # timeout in seconds for the responses of all hosts
+CONNECT_S = 30  # timeout in seconds for all hosts to respond
 COLLECT_S = 4.0  # seconds from the first report of a hang to the table, in which other ranks are `silent`
 END_S = 60  # seconds after a stop request until a host that is still running is considered lost
 TRACEBACK = "Traceback (most recent call last):"
-LINES = 200  # number of output lines to keep for each host, from which the reason for a failure is found
+LINES = 200  # number of output lines kept per host to find the reason for a failure
 # Seconds within which several signals count as one. timeout, systemd and experiments/ send a signal to a
 # process group, and the first process in the group forwards the same signal again.
 ECHO_S = 0.5
@@ -39,10 +39,10 @@ class HostConnection(Connection):
 
     log_file: Path
     hello: dict[str, Any] | None = None  # first event from the agent
-    status: int | None = None  # exit status of the agent, or None while the agent is running
+    status: int | None = None  # the agent's exit status, or None while it is running
     failure: str = ""  # error message from the first process on this host that reported a failure
     last_lines: list[str] = field(default_factory=list)
-    only_log: bool = False  # True after the start of the launcher's traceback, which is not printed
+    only_log: bool = False  # True once the launcher's traceback has started; it is not printed
     received_at: float = field(default_factory=time.monotonic)  # time.monotonic() of the agent's last line
 
     def record(self, line: str) -> None:
@@ -76,7 +76,7 @@ class Launcher(ABC):
 
     def listen(self) -> None:
         """Start to receive signals and to send heartbeats."""
-        # A process receives SIGHUP when the terminal is closed or the ssh connection is lost.
+        # A process receives SIGHUP when the terminal is closed or the SSH connection is lost.
         hangup = () if is_under_nohup() else (signal.SIGHUP,)
         for number in (signal.SIGINT, signal.SIGTERM, *hangup):
             signal.signal(number, lambda number, _: self.events.put(partial(self.on_signal, number)))
@@ -183,7 +183,7 @@ class Launcher(ABC):
         return PREEMPTED
 
     def log(self, text: str) -> None:
-        """Print a line. Ignore errors if the reader of stdout has ended, such as `| tee` after Ctrl-C."""
+        """Print a line. Ignore errors if the process reading stdout (for example `| tee`) has ended."""
         try:
             print(text, flush=True)
         except OSError:
@@ -198,7 +198,7 @@ class Launcher(ABC):
     def _print_output(self, connection: HostConnection, line: str) -> None:
         """Print a line of a host's output.
 
-        After the start of the launcher's traceback, print only error messages.
+        Once the launcher's traceback has started, print only error messages.
         """
         if line == TRACEBACK:
             return  # the next line shows whether this traceback is from the launcher

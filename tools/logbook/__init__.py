@@ -1,1 +1,1 @@
-"""Pages of the log book for logbook.py. Start with run_record.py, which reads a run's folder."""
+"""Log book pages for logbook.py. Start with run_record.py, which reads a run's folder."""

@@ -1,4 +1,4 @@
-"""Model card of an exported model, which the hub shows as the model's README.md."""
+"""Model card for an exported model, which the Hugging Face Hub shows as the model's README.md."""
 
 import contextlib
 from pathlib import Path
@@ -19,7 +19,7 @@ MOST_CLASSES = 100  # maximum number of classes for a table with one row per cla
 
 
 def model_card(name: str, exported: "Exported", config: dict[str, Any]) -> str:
-    """Return the model card as Markdown with the hub's metadata. `config` is the content of config.json."""
+    """Return the model card as Markdown with Hub metadata. `config` is the content of config.json."""
     folder = run_folder(exported.trained.weights)
     run = None
     with contextlib.suppress(ValueError, OSError):
@@ -68,7 +68,7 @@ def _raw_accuracy(exported: "Exported") -> float | None:
 def _public_name(value: str) -> str:
     """Return only the last part of a path or URL, because the rest may be private.
 
-    Return hub names unchanged.
+    Return Hub names unchanged.
     """
     return value if value.startswith(("hub:", "hf-hub:")) else value.rstrip("/").rpartition("/")[2]
 
@@ -82,9 +82,9 @@ def _recipe_changes(run: RunRecord, last: int) -> list[str]:
 
 
 def _metadata(name: str, exported: "Exported", run: RunRecord | None, data: str) -> dict[str, Any]:
-    """Return the metadata of the model card.
+    """Return the model card's metadata.
 
-    The licence is `unknown`. The accuracy is left out if it covers only a part of a split.
+    The licence is `unknown`. The accuracy is left out if it covers only part of a split.
     """
     facts = {} if run is None or run.recipe.get("max_val_images") else run.facts
     metadata: dict[str, Any] = {
@@ -107,7 +107,7 @@ def _metadata(name: str, exported: "Exported", run: RunRecord | None, data: str)
 
 
 def _accuracies(exported: "Exported", run: RunRecord) -> dict[str, Any]:
-    """Return the accuracies and, if a confusion matrix of the model's step exists, metrics by class."""
+    """Return the accuracies and, if a confusion matrix exists for the model's step, per-class metrics."""
     step, facts, split = exported.trained.step, run.facts, "val"
     if (raw_accuracy := _raw_accuracy(exported)) is not None:
         measures = [("accuracy", f"{raw_accuracy:.4f}")]

@@ -19,7 +19,7 @@ from tools.logbook.run_record import RunRecord, as_flag, complete, host_count
 SEARCH = "result of find_batch_size.py"
 # Flags whose resolved values are recorded in result.json
 RESOLVED = ("mixed_precision", "per_device_batch_size", "compile", "grad_checkpointing", "step_graph")
-# Maximum spread of the throughput in an undisturbed run, relative to the median. Measured spreads are at most
+# Maximum throughput spread in an undisturbed run, relative to the median. Measured spreads are at most
 # 0.18 on an H200, and 0.5 to 1.2 on 2 CPU cores that other programs also used.
 LARGEST_SPREAD = 0.25
 
@@ -58,7 +58,7 @@ class Comparison:
 
     @cached_property
     def names(self) -> list[str]:
-        """Unique names of the runs, derived from the runs' differences, for example `ddp x 4` or `lr 0.003`.
+        """Unique run names derived from the runs' differences, for example `ddp x 4` or `lr 0.003`.
 
         Numbers are appended to identical names.
         """
@@ -185,7 +185,7 @@ def _sharding_differences(runs: list[RunRecord]) -> dict[str, list[str]]:
 
 
 def conditions(run: RunRecord) -> dict[str, str]:
-    """Return the run's settings that a comparison lists if a different run has different settings."""
+    """Return the run's settings that a comparison lists when they differ between runs."""
     facts, settings = run.facts, run.about
     left_out = (*_result_flags(), *RESOLVED)
     recipe = {
@@ -283,12 +283,12 @@ def _timing_doubts(columns: list[dict[str, Any]]) -> list[str]:
 
 
 def _run_column(comparison: Comparison, run: RunRecord, name: str) -> dict[str, Any]:
-    """Return the values in a run's column of the table, together with the run's facts."""
+    """Return the values in a run's table column, together with the run's facts."""
     first, facts = comparison.runs[0], run.facts
     speed_up, reason = speed_up_over(first, run, "train_s")
     first_processes, processes = first.facts.get("processes"), facts.get("processes")
     if run is not first and not (first.is_one_job and run.is_one_job):
-        processes = None  # result.json contains only the processes of the last start
+        processes = None  # result.json contains only the last start's processes
     set_by_starts = ("processes", "batch_size", "per_device_batch_size")
     target = math.inf if comparison.target is None else comparison.target
     efficiency = None

@@ -1,4 +1,4 @@
-"""Plots of the log book, such as curves, telemetry, confusion matrices, mistakes and comparisons."""
+"""Log book plots, such as curves, telemetry, confusion matrices, mistakes and comparisons."""
 
 import math
 from glob import escape
@@ -14,7 +14,7 @@ from tools.logbook.spent import MainProcess, main_processes
 
 
 def draw_run(run: RunRecord, folder: Path) -> list[str]:
-    """Replace a folder with new plots of a run. Return the file names of the plots."""
+    """Replace a folder with new plots of a run. Return the plots' file names."""
     scratch = folder.with_name(f".{folder.name}.tmp")
     discard(scratch)
     scratch.mkdir(parents=True)
@@ -61,7 +61,7 @@ def _curves(run: RunRecord) -> list[list[Panel]]:
         rows.append([over_time, panel(lines, time, f"{run.unit}/s", ("train/images_per_s",))])
     has_accuracy = bool(rows[1][0].curves)
     for loss_panel in rows[0]:
-        loss_panel.is_log = not has_accuracy  # the loss of a regression falls by several orders of magnitude
+        loss_panel.is_log = not has_accuracy  # a regression loss falls by several orders of magnitude
     return [row for row in rows if row[0].curves]
 
 
@@ -90,7 +90,7 @@ def _telemetry(run: RunRecord) -> list[list[Panel]]:
     processes = main_processes(run) or [MainProcess(first_time, math.inf, 0.0)]
 
     def seconds_at(t: float) -> float:
-        """Return the age of the run at time t in seconds, without pauses between main processes."""
+        """Return the run's elapsed seconds at time t, excluding pauses between main processes."""
         return sum(max(0.0, min(t, process.ended_at) - process.began_at) for process in processes)
 
     points = [
@@ -115,7 +115,7 @@ def _telemetry(run: RunRecord) -> list[list[Panel]]:
 
 
 def draw_comparison(comparison: Comparison, file: Path) -> None:
-    """Draw the accuracy, loss, throughput and total time of each run, or means over seeds."""
+    """Plot each run's accuracy, loss, throughput and total time, or their means over seeds."""
     first, groups = comparison.runs[0], comparison.groups
     if groups:
         members = {f"{group.name} ({plural(len(group.runs), 'run')})": group.runs for group in groups}

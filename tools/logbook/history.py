@@ -1,4 +1,4 @@
-"""Starts and settings of a run, and the changes that each start made, for the run's page."""
+"""A run's starts and settings, and the changes made by each start, for the run's page."""
 
 import shlex
 import time
@@ -17,8 +17,7 @@ from tools.logbook.run_record import RunRecord, as_flag, device_summary, mixed_p
 
 Value = Callable[[dict[str, Any]], Any]  # function that returns a value from a line of starts.jsonl
 
-# Keys of starts.jsonl without a column in the table of starts. Each row of the table lists changes of these
-# keys.
+# Keys of starts.jsonl without a column in the table of starts. Each table row lists changes to these keys.
 KEYS_WITHOUT_COLUMN = ["version", "git_commit", "compile", "grad_checkpointing", "step_graph", "threads"]
 KEYS_WITHOUT_COLUMN += ["deterministic", "gradient_reduction", "half_precision"]
 
@@ -92,7 +91,7 @@ SETTINGS: dict[str, Value] = {
 
 
 def settings(run: RunRecord) -> list[list[Any]]:
-    """Return one row of the page's table for each setting."""
+    """Return one row per setting for the page's table."""
     initial_weights = public_path(run.about.get("resumed_from", "fresh weights"))
     resumed_steps = [f"{start.first:,}" for start in run.kept[1:]]
     resumed = ""
@@ -136,7 +135,7 @@ def command(settings: dict[str, Any]) -> str:
 
 
 def rows(run: RunRecord) -> list[list[Any]]:
-    """Return one row per start of the run, or no rows for a run with a single start."""
+    """Return one row per start, or no rows for a run with a single start."""
     if len(run.starts) < 2:
         return []
     return [_start_row(run, index) for index in range(len(run.starts))]

@@ -20,7 +20,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 
 def render(template: str, **values: Any) -> str:
-    """Render a template as a Markdown page, and collapse blank lines of empty parts."""
+    """Render a template as a Markdown page, and collapse blank lines left by empty sections."""
     return re.sub(r"\n{3,}", "\n\n", _environment().get_template(template).render(values)).strip() + "\n"
 
 
@@ -77,7 +77,7 @@ def markdown_table(
 
     Args:
         rows: Cells of each row.
-        head: Titles of the columns.
+        head: Column titles.
         numbers: True to right-align all columns except the first column.
     """
     lines = [head, [Markup("---"), *[Markup("---:" if numbers else "---")] * (len(head) - 1)], *rows]
@@ -138,5 +138,5 @@ def _single_line(value: object) -> str:
 
 
 def _fence(content: str, least: int) -> str:
-    """Return a fence that is longer than any sequence of backticks in the content."""
+    """Return a fence that is longer than any run of backticks in the content."""
     return "`" * max(least, 1 + max(map(len, re.findall("`+", content)), default=0))

@@ -16,7 +16,7 @@ from tools.logbook.markdown import code_span, each, formatted, render
 from tools.logbook.run_record import MEANING, RunRecord, as_flag, complete, host_count, stamped_files
 from tools.logbook.spent import main_processes, parts_s, paused_s
 
-SHOWN_CLASSES = 20  # maximum number of rows in the table of classes
+SHOWN_CLASSES = 20  # maximum number of rows in the class table
 MOST_STARTS = 20  # maximum number of starts in a table that is not folded
 SHOWN_CHARACTERS = 60_000  # maximum length of an nvidia-smi dump. GitHub shows at most 512 kB per page
 PER_CLASS = ("precision", "recall", "f1", "specificity", "support")
@@ -28,7 +28,7 @@ INDEXED += ["best_accuracy", "final_accuracy", "test_accuracy", "val_name", "tes
 def run_page(run: RunRecord, stem: str, pictures: list[str]) -> str:
     """Return a run's page.
 
-    `stem` is the file name of the page without suffix, and the folder of the plots.
+    `stem` is the page's file name without suffix, and the name of the plot folder.
     """
     from onecurve.run.end_tables import early_end  # this import loads torch
 
@@ -132,11 +132,10 @@ def _report_rows(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stamps_with_changes(run: RunRecord) -> list[dict[str, Any]]:
-    """Return the outcomes of verify.py. An outcome is void if `changed` lists files that changed later."""
+    """Return verify.py's outcomes. An outcome is void if `changed` lists files that changed later."""
     files, outcomes = stamped_files(run.folder) if run.stamps else {}, []
     for stamp in run.stamps:
-        # Runs from earlier versions have no starts.jsonl, so the stamps of these runs do not contain its
-        # hash.
+        # Runs from earlier versions have no starts.jsonl, so their stamps do not contain this file's hash.
         changed = [name for name in files if files[name] != stamp.get("files", {}).get(name, "")]
         outcomes.append(complete(stamp, kinds(Stamp)) | {"changed": some_of(changed)})
     return outcomes

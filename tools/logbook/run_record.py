@@ -68,11 +68,11 @@ for name in ("recipe.json", STARTS):
 
 
 class RunRecord:
-    """Content of a run folder. Values with an unexpected type are left out.
+    """Contents of a run folder. Values with an unexpected type are left out.
 
     Attributes:
         problems: Messages about missing or broken files.
-        about: Content of recipe.json.
+        about: Contents of recipe.json.
         recipe: Values of the recipe's flags.
         metrics: Lines of metrics.jsonl.
         evaluations: Lines of metrics.jsonl that contain `val/loss`.
@@ -87,7 +87,7 @@ class RunRecord:
         ValueError: If the folder is not a run folder.
     """
 
-    unknown: Set[str] = frozenset()  # values of result.json that belong to a later start, after as_of()
+    unknown: Set[str] = frozenset()  # result.json values that belong to a later start, after as_of()
 
     def __init__(self, folder: Path):
         if not any((folder / part).exists() for part in PARTS):
@@ -149,7 +149,7 @@ class RunRecord:
 
     @property
     def fold(self) -> tuple[int, int] | None:
-        """Index of the fold and number of folds, for example (2, 5) for `--fold 2/5`."""
+        """Fold index and number of folds, for example (2, 5) for `--fold 2/5`."""
         holdout = self.recipe.get("holdout")
         return parse_fold(holdout) if isinstance(holdout, str) else None
 
@@ -185,7 +185,7 @@ class RunRecord:
         return summaries
 
     def _derive_facts(self, best_began: int) -> dict[str, Any]:
-        """Derive values of result.json from the other files.
+        """Derive result.json's values from the other files.
 
         Args:
             best_began: First step whose evaluation may be the best evaluation.
@@ -220,7 +220,7 @@ class RunRecord:
 
     @property
     def last(self) -> dict[str, Any]:
-        """Settings of the last start that trained steps of the result, in the format of starts.jsonl."""
+        """Settings of the last start that trained steps in the final result, in starts.jsonl's format."""
         if self.kept and self.kept[-1] is not self.starts[-1]:
             return self.facts | self.kept[-1].about
         hosts = self.about.get("hosts") or self.facts.get("hosts", 1)
@@ -234,7 +234,7 @@ class RunRecord:
         return in_turn(values) if len(set(values)) > 1 else value(self.last)
 
     def as_of(self, start: Start) -> "RunRecord":
-        """Return a copy of the run in which all starts have the settings of the given start."""
+        """Return a copy of the run in which all starts have the given start's settings."""
         run, settings = copy.copy(self), start.about
         if start is self.starts[-1]:
             run.about = settings | self.about
@@ -289,7 +289,7 @@ class RunRecord:
 
     @property
     def claim(self) -> str:
-        """Result of the run as one line of plain text."""
+        """The run's result as one line of plain text."""
         facts = self.facts
         headline_keys = ("test_accuracy", "final_accuracy", "test_loss", "final_loss")
         outcome = f"no evaluation of {self.data}"
@@ -324,7 +324,7 @@ class RunRecord:
 
     @property
     def utilisation_pct(self) -> tuple[float | None, str]:
-        """Mean utilisation of the GPUs and `GPU`, or mean utilisation of the CPUs and `CPU` without GPUs."""
+        """Mean GPU utilisation and `GPU`, or mean CPU utilisation and `CPU` if there are no GPUs."""
         hosts = self.host_summaries()
         for name, weight, device in (("utilisation_pct", "gpus", "GPU"), ("cpu_pct", "samples", "CPU")):
             measured = [host for host in hosts if host.get(name) is not None]
@@ -362,7 +362,7 @@ class RunRecord:
         """Read the complete lines of a JSON Lines file. Skip lines that a kill or a full disk truncated.
 
         Args:
-            name: Name of the file.
+            name: File name.
             needed: Keys that every line must contain.
             kind: Key in KINDS. Default: `name`.
         """
@@ -450,7 +450,7 @@ def recipe_change(start: Start, shown: Callable[[str], str] = public_path) -> st
 
     Args:
         start: Start of a run.
-        shown: Function that converts a value, which may be a private path, to public text.
+        shown: Function that converts a value (possibly a private path) to public text.
     """
     pairs = start.about.get("changed", {}).items()
     return "; ".join(
@@ -479,7 +479,7 @@ def with_totals(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def score_of(line: dict[str, Any], by: str) -> float:
-    """Return the score of the evaluation in a line of metrics.jsonl."""
+    """Return the evaluation score in a line of metrics.jsonl."""
     return score({name: line[f"val/{name}"] for name in METRICS if f"val/{name}" in line}, by)
 
 

@@ -1,9 +1,9 @@
 """Compare groups of runs. Runs in a group differ only in their seed or fold.
 
 The comparison contains a mean and a confidence interval for each group. A t-test compares two groups. If both
-groups used the same seeds, the test is paired, because a seed determines the initial weights and the order of
-the images, which cause a part of the noise. In all other cases, Welch's test is used, which does not assume
-equal variances. Both tests assume that accuracies over seeds are normally distributed.
+groups used the same seeds, the test is paired, because a seed determines the initial weights and the image
+order, both sources of noise. Otherwise, the comparison uses Welch's test, which does not assume equal
+variances. Both tests assume that accuracies over seeds are normally distributed.
 """
 
 import json
@@ -50,7 +50,7 @@ class Group:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95 % interval of the mean by Student's t, limited to [0, 1], or None for a single run."""
+        """95 % confidence interval of the mean (Student's t), limited to [0, 1], or None for a single run."""
         if self.deviation is None:
             return None
         half_width = _critical_t(len(self.values) - 1) * self.deviation * self.error
@@ -58,7 +58,7 @@ class Group:
 
     @property
     def error(self) -> float:
-        """Standard error of the mean, in standard deviations.
+        """Standard error of the mean, in units of the standard deviation.
 
         Folds are handled as in Nadeau and Bengio (2003).
         """
@@ -66,7 +66,7 @@ class Group:
 
 
 class Difference(NamedTuple):
-    """Difference between the mean accuracies of two groups, second minus first, with its 95 % interval."""
+    """Difference between two groups' mean accuracies, second minus first, with its 95 % interval."""
 
     mean: float
     low: float  # lower limit of the 95 % interval
@@ -80,7 +80,7 @@ def group(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Group]:
 
     Args:
         runs: Runs to group. Unfinished runs are left out.
-        names: Names of the runs, which consist of parts separated by commas.
+        names: Run names, which consist of comma-separated parts.
 
     Raises:
         ValueError: If a group contains a seed twice.
@@ -112,7 +112,7 @@ def _make_group(members: list[tuple[str, RunRecord]]) -> Group:
 
 
 def _seed_label(run: RunRecord) -> int | str:
-    """Return the seed, or text such as `0 and fold 2/5`, which identifies the run within its group."""
+    """Return the run's label within its group: the seed, or text such as `0 and fold 2/5`."""
     seed = run.recipe.get("seed", 0)
     return f"{seed} and fold {run.recipe['holdout']}" if run.fold else seed
 

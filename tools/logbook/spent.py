@@ -55,7 +55,7 @@ class MainProcess:
 
     @property
     def ended_s(self) -> float:
-        """Value of the run's wall_s when the process ended."""
+        """The run's wall_s when the process ended."""
         return self.before_s + self.ended_at - self.began_at
 
 
@@ -78,7 +78,7 @@ def lost_s(run: RunRecord) -> float:
 
 
 def paused_s(run: RunRecord) -> float:
-    """Return the total seconds between the end of a main process and the start of the next main process."""
+    """Return the total seconds between the end of one main process and the start of the next."""
     pairs = pairwise(main_processes(run))
     return sum(max(0.0, following.began_at - process.ended_at) for process, following in pairs)
 

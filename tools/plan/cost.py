@@ -1,14 +1,12 @@
 """Estimate the duration of an optimizer step from a trace and from data sheets.
 
 - The duration of a kernel is limited by the device's peak rate for FLOPs or by the memory bandwidth,
-according to the
-  roofline model (Williams, Waterman, Patterson 2009, doi 10.1145/1498765.1498785). The estimate reduces both
-  limits to the fraction that large matrix products and copies reach. All kernels together reach a fraction of
-  the reduced limits (Execution). The host launches one kernel after another, and the slower of host and
-  device determines the duration of the step.
+  according to the roofline model (Williams, Waterman, Patterson 2009, doi 10.1145/1498765.1498785). The
+  estimate reduces both limits to the fraction that large matrix products and copies reach. All kernels
+  together reach a fraction of the reduced limits (Execution). The host launches one kernel after another, and
+  the slower of host and device determines the step duration.
 - Communication overlaps with the backward pass, which is two thirds of the computation. In a ring of n ranks,
-each rank
-  sends 2 (n-1)/n of the bytes of an all-reduce, and (n-1)/n of the bytes of an all-gather or reduce-scatter
+  each rank sends 2 (n-1)/n of an all-reduce's bytes, and (n-1)/n of an all-gather's or reduce-scatter's bytes
   (Patarasuk, Yuan 2009, doi 10.1016/j.jpdc.2008.09.002).
 
 The constants of Execution were measured on a single device, an H200 in a host with 16 cores (2026-11-26,
@@ -23,29 +21,29 @@ from dataclasses import dataclass, replace
 
 from onecurve.telemetry.flops import Device
 
-REACHED_FLOPS = 0.66  # fraction of peak FLOP/s in large bf16 products; measured: 675 to 740 of 990 TFLOP/s
+REACHED_FLOPS = 0.66  # fraction of peak FLOP/s in large bf16 matmuls; measured: 675 to 740 of 990 TFLOP/s
 REACHED_BANDWIDTH = 0.9  # fraction of the memory bandwidth in copies; measured: 4.2 of 4.8 TB/s
-HIDDEN = 2 / 3  # fraction of the computation in the backward pass, which overlaps with communication
-CONTEXT_BYTES = int(0.5 * 2**30)  # memory of CUDA's context and libraries, which is outside torch's allocator
-QUANTUM = 8  # number of images per forward pass is a multiple of this number
+HIDDEN = 2 / 3  # fraction of the computation that is in the backward pass and overlaps with communication
+CONTEXT_BYTES = int(0.5 * 2**30)  # memory outside torch's allocator, for the CUDA context and libraries
+QUANTUM = 8  # the number of images per forward pass is a multiple of this number
 RING = {"all_reduce": 2.0}  # bytes sent as a multiple of (n-1)/n; 1 for all other collectives
 LARGE_PART = 0.1  # fraction of the computation above which exposed communication limits the speed
 COMPUTE, MEMORY, LAUNCHES = "compute", "memory traffic", "launch overhead"
 LINK, NETWORK = "link", "network"
 
-Kernel = tuple[str, int, int]  # dtype of the output, number of FLOPs, number of bytes read and written
+Kernel = tuple[str, int, int]  # output dtype, number of FLOPs, number of bytes read and written
 Collective = tuple[str, int, int]  # name, number of bytes, number of ranks
 
 
 @dataclass
 class Trace:
-    """Trace of an optimizer step in one process, with all sizes of memory in bytes."""
+    """Trace of an optimizer step in one process. All memory sizes are in bytes."""
 
     strategy: str
     mixed_precision: str
     peaks: dict[int, dict[str, int]]  # bytes at the peak by category and `Total`, by number of images
     parameters: int  # bytes of parameters that this process keeps between steps
-    optimizer: int  # bytes of ZeRO's master weights, the optimizer's state and the averaged weights
+    optimizer: int  # bytes of ZeRO's master weights, the optimizer state and the averaged weights
     operations: list[Kernel]
     collectives: list[Collective]
     gradients: int = 0  # bytes of all gradients after the backward pass, or 0 under ZeRO, which uses buckets
@@ -73,7 +71,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Execution:
-    """Measured constants of a mode in which steps run, for example compiled or as a CUDA graph."""
+    """Measured constants for an execution mode of steps, for example compiled or as a CUDA graph."""
 
     reached: float  # fraction of the roofline limits that all kernels together reach
     forward_s: float  # host time of a forward and backward pass, not including operation_s
@@ -81,7 +79,7 @@ class Execution:
 
     @classmethod
     def of(cls, compilation: str | None, is_graph: bool) -> "Execution":
-        """Return the constants for a value of --compile, and for steps with or without a CUDA graph."""
+        """Return the constants for a --compile value, with or without a CUDA graph."""
         execution = cls(0.65, 2e-3, 16e-6) if compilation in (None, "no") else cls(0.82, 2e-3, 18e-6)
         return replace(execution, forward_s=1.1e-3, operation_s=0.0) if is_graph else execution
 
@@ -108,12 +106,12 @@ def largest_size(peaks: dict[int, dict[str, int]], memory_bytes: float) -> int:
 def step_time(
     trace: Trace, cluster: Cluster, execution: Execution, least_launches: int = 0, accumulations: int = 1
 ) -> tuple[float, str]:
-    """Return the duration of an optimizer step in seconds, and the name of the limit on the speed.
+    """Return an optimizer step's duration in seconds, and the name of the bottleneck.
 
     Args:
         trace: Trace of an optimizer step with one micro-batch.
         cluster: Cluster that runs the step.
-        execution: Constants of the mode in which the step runs.
+        execution: Constants for the step's execution mode.
         least_launches: Minimum number of operations per forward pass.
         accumulations: Number of micro-batches per optimizer step.
     """
@@ -135,7 +133,7 @@ def step_time(
 
 
 def exchanged(trace: Trace, accumulations: int = 1) -> Iterator[Collective]:
-    """Yield all collectives of an optimizer step.
+    """Yield all collectives in an optimizer step.
 
     Collectives that run once per step follow the last micro-batch: DDP and ZeRO-1 reduce gradients, FSDP
     scatters gradients, and ZeRO-2 gathers weights. All other collectives run for each micro-batch.
@@ -148,7 +146,7 @@ def exchanged(trace: Trace, accumulations: int = 1) -> Iterator[Collective]:
 
 
 def _kernel_times(trace: Trace, device: Device) -> dict[str, float]:
-    """Return the total seconds of all kernels that computation limits, and of all that bandwidth limits."""
+    """Return the total seconds of the compute-bound kernels and of the memory-bound kernels."""
     peaks = {"bfloat16": device.peaks.get("bf16"), "float16": device.peaks.get("fp16")}
     fp32_peak = device.peaks.get("tf32", device.peaks["fp32"])
     times = {COMPUTE: 0.0, MEMORY: 0.0}

@@ -1,6 +1,6 @@
-"""Run a process as rank 0 of a planned job, without the GPUs, the network and the memory of the job.
+"""Run a process as rank 0 of a planned job, without the job's GPUs, network and memory.
 
-All tensors are torch's fake tensors, which have shapes but no contents. All collectives of torch's fake
+All tensors are torch's fake tensors, which have shapes but no contents. All collectives in torch's fake
 process group return immediately. Accelerate, FSDP2, DDP and DeepSpeed run unchanged, except for functions
 that read the contents of tensors. onecurve/upstream/torch_fakes.py replaces these functions.
 """
@@ -78,7 +78,7 @@ def launchers_environment(config_file: Path, processes: int, hosts: int) -> dict
 
 @contextlib.contextmanager
 def without_contents() -> Iterator[None]:
-    """Make all tensors in the context fake, and allow engines to wrap models in the context."""
+    """Make all tensors in the context fake, and allow engines to wrap models there."""
     torch_fakes.skip_ddp_checks()
     torch_fakes.read_ranks_of_meshes()
     torch_fakes.hide_whole_shapes()
@@ -87,14 +87,14 @@ def without_contents() -> Iterator[None]:
 
 
 def materialize(model: nn.Module) -> nn.Module:
-    """Move a model from the meta device to the fake CPU, and disable all later moves of the model.
+    """Move a model from the meta device to the fake CPU, and disable all its later moves.
 
     Module.to() swaps tensors, but torch can't swap a fake tensor to which other tensors refer.
     """
     model = model.to_empty(device="cpu")
     for index, parameter in enumerate(model.parameters(), 1):
         # Accelerate identifies the shard of a parameter by its address. Fake tensors have no
-        # address, so return the index of the parameter.
+        # address, so return the parameter's index.
         parameter.data_ptr = partial(int, index)  # type: ignore[method-assign]
 
     def to(*_: Any, memory_format: torch.memory_format | None = None, **__: Any) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Plan for training on a cluster, with the lines of plan.py's table and the recommendation."""
+"""Plan for training on a cluster, with the lines of plan.py's table and a recommendation."""
 
 import os
 import re
@@ -25,7 +25,7 @@ from tools.plan.cost import Cluster, Execution, Trace
 MOST_AT_ONCE = 4  # maximum number of parallel traces, each of which needs about 1 GiB of memory
 STRATEGIES = ("single", "ddp", "fsdp", "hybrid", "zero1", "zero2", "zero3", "offload")
 CONFIGS = {"single": "single_gpu", "hybrid": "fsdp_2x4gpu", "offload": "zero3_offload_4gpu"}
-ALIKE = 1.05  # ratio of two speeds below which the estimates can't distinguish the speeds
+ALIKE = 1.05  # ratio of two speeds below which the estimates can't distinguish them
 SIZES = ("strategy", "GiB", "images", "largest", "link MB", "net MB")
 HEAD = (*SIZES, "step ms", "images/s", "eff.", "hours", "limited by")
 ROW = "{:<9}{:>7}{:>8}{:>9}{:>9}{:>8}{:>10}{:>10}{:>6}{:>9}  {}"
@@ -41,16 +41,16 @@ class Line:
 
     strategy: str
     config_file: str
-    memory: dict[str, int]  # number of bytes for each part of the memory
+    memory: dict[str, int]  # bytes in each memory category
     images: int  # number of images per forward pass, or 0 if no batch fits into memory
     largest: int  # maximum number of images per forward pass that fit into memory
-    limit: str  # name of the limit on the speed, for example `compute`
+    limit: str  # name of the bottleneck, for example `compute`
     link_bytes: float = 0  # bytes that a device sends within the host per step
     network_bytes: float = 0  # bytes that a host sends to other hosts per step
     step_s: float | None = None  # duration of an optimizer step, or None without an estimate
-    images_per_s: float | None = None  # speed of all devices together
+    images_per_s: float | None = None  # total speed of all devices
     efficiency: float | None = None  # images/s per device, relative to a job on a single device
-    hours: float | None = None  # duration of the entire recipe, or None if the number of images is unknown
+    hours: float | None = None  # time for the entire recipe, or None if the number of images is unknown
 
     def __str__(self) -> str:
         total = sum(self.memory.values()) / 2**30
@@ -76,12 +76,12 @@ def _format_cell(number: float | None, digits: int = 0) -> str:
 
 
 def cluster_of(hosts: int, gpus: int, name: str, network_gb_s: float | None) -> Cluster:
-    """Return a cluster of devices with a certain name.
+    """Return a cluster of the named devices.
 
     Args:
         hosts: Number of hosts.
         gpus: Number of devices per host.
-        name: Name of the device.
+        name: Device name.
         network_gb_s: Network bandwidth of each host in GB/s, or None for the bandwidth in devices.yaml.
     """
     device = named_device(name)
@@ -107,7 +107,7 @@ def named_device(name: str) -> Device:
 
 
 def _training_images(data: str, holdout: float | str | None) -> int | None:
-    """Return the number of training images, or None if only remote data contains the number."""
+    """Return the number of training images, or None if only remote data records it."""
     manifest = Path(data) / MANIFEST
     if manifest.is_file():
         shards = parse_manifest(manifest.read_bytes(), data).splits["train"].shards
@@ -153,7 +153,7 @@ class Planning:
 
     @property
     def links(self) -> str:
-        """Speeds of the links for the traffic in the columns `link MB` and `net MB`."""
+        """Speeds of the links that carry the traffic in columns `link MB` and `net MB`."""
         cluster = self.cluster
         link = f"{cluster.device.link} {cluster.device.link_gb_s / 2:g} GB/s"
         return f"link: {link} per device; network: {cluster.network_gb_s:g} GB/s per host"
@@ -213,10 +213,10 @@ class Planning:
         return 1 if strategy == "single" else self.cluster.processes
 
     def line(self, strategy: str, trace: Trace, share: int, largest: int) -> Line:
-        """Return the line of the plan for a strategy. The efficiency is relative to the first returned line.
+        """Return the plan's line for a strategy. The efficiency is relative to the first returned line.
 
         Args:
-            strategy: Name of the strategy.
+            strategy: Strategy name.
             trace: Trace of a step under the strategy.
             share: Number of images per forward pass, or 0 if no batch fits into memory.
             largest: Maximum number of images per forward pass that fit into memory.
@@ -247,7 +247,7 @@ class Planning:
         )
 
     def execution(self, strategy: str) -> Execution:
-        """Return the mode in which steps run, with the same rules for CUDA graphs as in step_graph.py."""
+        """Return the steps' execution mode, by the CUDA graph rules in step_graph.py."""
         recipe = self.recipe
         is_graph = strategy in ("single", "ddp", "fsdp") and recipe.step_graph is not False
         is_graph &= self.precision != "fp16" and recipe.compile in (None, "no", "default")
@@ -303,7 +303,7 @@ def compressed(trace: Trace, grad_compression: str) -> Trace:
 
 
 def memory_of(strategy: str, trace: Trace) -> dict[str, int]:
-    """Return the size in bytes of each part of a device's memory at the peak of a step.
+    """Return the bytes in each category of a device's memory at the step's peak.
 
     MemTracker does not recognise DDP's gradients, because these gradients are views of buckets. This function
     includes the buckets in the gradients.

@@ -4,12 +4,12 @@
 
 This command runs the script's model and optimizer as rank 0, with the real engines on fake tensors. The
 command prints a JSON object with the memory that torch's MemTracker observed, and with the operations that
-the dispatcher observed. SIZES is a list of numbers of images per forward pass, for example 8,16. DEVICE is
+the dispatcher observed. SIZES lists the numbers of images per forward pass, for example 8,16. DEVICE is
 the name of a GPU in devices.yaml, or `cpu`.
 
-For a GPU, the command also traces sizes near the largest size that fits into memory, because the peak for few
-images is in the optimizer's step. If the GPU supports the kernel in onecurve.models.attention, attention for
-few tokens uses this kernel. For `cpu`, the command traces only SIZES, with the attention of a CPU.
+For a GPU, the command also traces sizes near the largest size that fits into memory, because with few images,
+memory peaks in the optimizer step. If the GPU supports the kernel in onecurve.models.attention, attention for
+few tokens uses this kernel. For `cpu`, the command traces only SIZES, with the CPU attention kernel.
 benchmarks/plan_memory.py compares the traced memory with real training runs.
 
 All other kernels are CPU kernels, so the trace does not include the workspaces of CUDA and cuDNN kernels. For
@@ -45,8 +45,8 @@ from onecurve.upstream.torch_fakes import leaves
 from tools.plan.cost import QUANTUM, Collective, Kernel, Trace, largest_size
 from tools.plan.fake_rank import fake_reducer, materialize, start_as_rank_0, without_contents
 
-# Collective for each torch operator, and index of the operator's argument that contains all bytes of the
-# collective
+# Collective for each torch operator, and the index of the operator argument that contains all of the
+# collective's bytes
 COLLECTIVES = {
     "allreduce_": ("all_reduce", 0),
     "_allgather_base_": ("all_gather", 0),
@@ -60,7 +60,7 @@ COLLECTIVES = {
 }
 DispatchMode: Any = torch_fakes.dispatch_mode()
 # Maximum number of extrapolations in the search for the largest size that fits into memory. Memory is a
-# piecewise linear function of the size whose slope increases, and each extrapolation is based on two sizes.
+# convex, piecewise linear function of the size, and each extrapolation is based on two sizes.
 LINES = 6
 WITH_KERNELS = ("aten", "onecurve")  # operator namespaces of torch and onecurve.models.attention_kernels
 WITHOUT_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias")
@@ -108,7 +108,7 @@ class _Operations(DispatchMode):
 
 
 class Training:
-    """Model and optimizer of a script, which an engine wraps for rank 0 of a job."""
+    """A script's model and optimizer, wrapped by an engine for rank 0 of a job."""
 
     def __init__(
         self,
@@ -122,12 +122,12 @@ class Training:
         """Build the model on the meta device.
 
         Args:
-            config_file: Path of the accelerate config.
+            config_file: The accelerate config's path.
             processes: Number of processes in the job.
             hosts: Number of hosts in the job.
             size: Number of images per forward pass.
-            words: Path of the script, and flags for the script.
-            device: GPU model of the job, or None for this machine's CPU.
+            words: The script's path and flags.
+            device: The job's GPU model, or None for this machine's CPU.
         """
         self.script = script = load_script(Path(words[0]))
         recipe = recipe_of(script, words[1:])
@@ -208,7 +208,7 @@ def trace(
             )
 
         def step(size: int) -> None:
-            # Use the memory format of images from onecurve.numerics.augment.
+            # Use the memory format of images augmented by onecurve.numerics.augment.
             images = torch.empty(training.shape(size), memory_format=torch.channels_last)
             training.step(images, torch.empty(size, dtype=torch.int64), count_gradients)
             tracker.reset_mod_stats()
@@ -225,7 +225,7 @@ def trace(
             }
 
         with tracker:
-            step(sizes[0])  # the first step creates the optimizer's state
+            step(sizes[0])  # the first step creates the optimizer state
             with recorded:
                 exchanged.clear()
                 step(sizes[0])
@@ -258,7 +258,7 @@ def _local_bytes(tensor: Any) -> int:
 def main() -> None:
     config_file, processes, hosts, sizes, device = sys.argv[1:6]
     script_words = sys.argv[6:]
-    sys.argv[:] = script_words  # error messages start with the name of the script
+    sys.argv[:] = script_words  # error messages start with the script's name
     size_list = [int(size) for size in sizes.split(",")]
     try:
         step_trace = trace(

@@ -1,6 +1,6 @@
 """Read tar archives from a disk or from S3 as streams, member by member, without extracting the archives.
 
-The module tarfile parses the headers. Only regular files with plain relative names are accepted. An archive
+The tarfile module parses the headers. Only regular files with plain relative names are accepted. An archive
 within an archive is read in place, so offsets always refer to the outermost archive.
 """
 
@@ -23,11 +23,11 @@ GET_AGAIN = "Download the archive again"
 
 
 class Stream:
-    """Sequential stream of bytes, which can be used as a context manager.
+    """Sequential byte stream that can be used as a context manager.
 
     Attributes:
-        where: Name of the stream in messages.
-        size: Length of the stream in bytes.
+        where: The stream's name in messages.
+        size: The stream's length in bytes.
         version: Text that changes when the source is replaced, or None if unknown.
 
     Raises:
@@ -45,19 +45,19 @@ class Stream:
         """Open the stream at its beginning.
 
         Args:
-            where: Name of the stream in messages.
-            size: Length of the stream in bytes.
+            where: The stream's name in messages.
+            size: The stream's length in bytes.
             version: Text that changes with the source, or None.
             chunks_from: Function that yields the content, beginning at a position.
             hash_name: "md5" or "sha256" to hash all bytes, or None.
         """
         self.where, self.size, self.version = where, size, version
         self._chunks_from, self._chunks = chunks_from, chunks_from(0)
-        # Current chunk, the chunk's position in the stream, and the index of the next byte in the chunk
+        # Current chunk, its position in the stream, and the index of its next byte
         self._chunk, self._chunk_position, self._next_index = b"", 0, 0
         self._hash = hashlib.new(hash_name, usedforsecurity=False) if hash_name else None
         self._hasher = ThreadPoolExecutor(1)  # hashes in a thread, because hashlib releases the GIL
-        self._hashing: Future[None] | None = None  # pending hash of the newest chunk
+        self._hashing: Future[None] | None = None  # pending hash of the latest chunk
 
     def __enter__(self) -> "Stream":
         return self
@@ -126,7 +126,7 @@ def open_stream(
     Args:
         where: Path or s3:// URL.
         hash_name: "md5" or "sha256" to hash all bytes, or None.
-        store: Client of the bucket. Share the client between objects, because creating a client takes 0.2 s.
+        store: Bucket client. Share the client between objects, because creating a client takes 0.2 s.
         headers: True if only the archive's headers will be read.
 
     Raises:
@@ -155,12 +155,12 @@ def _file_chunks(path: Path, chunk_bytes: int, position: int) -> Iterator[bytes]
 
 
 class Member(NamedTuple):
-    """Regular file or archive in an archive. Read a member's content before the next member's content."""
+    """Regular file or nested archive in an archive. Read a member's content before the next member's."""
 
     stream: Stream
-    where: str  # names of the archive and the member in messages
+    where: str  # names of the archive and the member, for messages
     name: str
-    offset: int  # position of the content in the outermost archive, in bytes
+    offset: int  # the content's position in the outermost archive, in bytes
     size: int
 
     def read(self) -> bytes:

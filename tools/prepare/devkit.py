@@ -32,12 +32,12 @@ def read_devkit(stream: Stream, subset: bool = False) -> tuple[dict[str, str], n
     """Read the classes and the validation labels from the development kit.
 
     Args:
-        stream: Archive of the development kit.
+        stream: The development kit's archive.
         subset: True to accept counts other than CLASSES classes with VAL_PER_CLASS images each.
 
     Returns:
         A tuple of the words and the labels. The words describe each class by WordNet id, in label order. The
-        labels of the validation images, int64 [images], are in the order of the image names.
+        validation labels, int64 [images], are in image name order.
 
     Raises:
         ValueError: If a file is missing, damaged or inconsistent. The message contains the archive's name.
@@ -60,15 +60,15 @@ def read_devkit(stream: Stream, subset: bool = False) -> tuple[dict[str, str], n
 
 
 def read_val_labels(stream: Stream, wnids: Sequence[str], subset: bool = False) -> np.ndarray:
-    """Read the labels of the validation images from a list.
+    """Read the validation labels from a list.
 
     Each line contains a class's WordNet id or its index in `wnids`, optionally after the image's name.
 
     Returns:
-        The labels, int64 [images], in the order of the image names.
+        The labels, int64 [images], in image name order.
 
     Raises:
-        ValueError: If a line is wrong. The message contains the number of the line.
+        ValueError: If a line is wrong. The message contains the line number.
     """
     label_of = {str(label): label for label in range(len(wnids))}
     label_of |= {wnid: label for label, wnid in enumerate(wnids)}
@@ -100,12 +100,12 @@ def read_val_labels(stream: Stream, wnids: Sequence[str], subset: bool = False) 
 
 
 def check_classes(where: str, count: int) -> None:
-    """Raise ValueError unless the number of classes is the same as in ILSVRC2012."""
+    """Raise ValueError unless the number of classes matches ILSVRC2012."""
     _check_count(f"{where} contains {{}} classes", count, CLASSES)
 
 
 def _check_counts(where: str, labels: np.ndarray) -> None:
-    """Raise ValueError unless the number of validation images in each class is the same as in ILSVRC2012."""
+    """Raise ValueError unless the number of validation images per class matches ILSVRC2012."""
     counts = np.bincount(labels, minlength=CLASSES)
     _check_count(f"{where} contains {{}} lines", len(labels), CLASSES * VAL_PER_CLASS)
     _check_count(f"{where} contains {{}} images of class {counts.argmax()}", int(counts.max()), VAL_PER_CLASS)
@@ -118,7 +118,7 @@ def _check_count(template: str, count: int, published: int) -> None:
 
 
 def _unpack(stream: Stream) -> dict[str, bytes]:
-    """Return the contents of the files META and TRUTH, if the archive contains these files."""
+    """Return the contents of the files META and TRUTH, if the archive contains them."""
     files = {}
     try:
         # Decompress the whole file, so that its checksum is verified.

@@ -24,7 +24,7 @@ class Journal:
     The journal is in the local folder to which shards are written. In an S3 store, an object with the
     journal's name shows that a preparation has started. The manifest is written after all splits are
     finished, and then the journal is removed. The journal contains an entry for each finished split. An
-    entry's key "finished" contains the split's part of the manifest. An interrupted split is repeated.
+    entry's "finished" key contains the split's manifest entry. An interrupted split is repeated.
     """
 
     def __init__(self, folder: Path, store: ObjectStore | None, settings: dict[str, Any], dataset: Originals):
@@ -168,7 +168,7 @@ class Journal:
             self.store.write(JOURNAL, json.dumps({"settings": self.settings}).encode())
 
     def _check_inputs(self, journal: dict[str, Any]) -> None:
-        """Raise ValueError if an input of a finished split has been replaced."""
+        """Raise ValueError if a finished split's input has been replaced."""
         for part in sorted(journal["settings"]["inputs"].keys() | self.dataset.parts.keys()):
             recorded = journal["settings"]["inputs"].get(part), journal["versions"].get(part)
             change = f"{part} changed"

@@ -47,7 +47,7 @@ class ImageFile(NamedTuple):
 
 
 class ImageGroup(NamedTuple):
-    """Images of a class tar or class folder, or all images of a flat tar or a table (class_name is None)."""
+    """Images in a class tar or class folder, or all images in a flat tar or table (class_name is None)."""
 
     class_name: str | None
     where: str
@@ -56,14 +56,14 @@ class ImageGroup(NamedTuple):
 
 class RawImage(NamedTuple):
     name: str
-    key: str  # name that is unique in the split, without extension and without dots in its last part
+    key: str  # name that is unique within the split, without extension and without dots in its last part
     label: int
     data: bytes
 
 
 class LabeledFile(NamedTuple):
-    group: int  # index of the group
-    where: str  # name of the group for messages
+    group: int  # the group's index
+    where: str  # the group's name in messages
     name: str  # file name, for example n01440764_10026.JPEG
     key: str
     label: int
@@ -75,8 +75,8 @@ class ImageBatch(NamedTuple):
 
     where: str
     images: list[RawImage]
-    bytes: int  # total size of the original images
-    group: int  # index of the group
+    bytes: int  # the original images' total size
+    group: int  # the group's index
     odd: list[dict[str, str]]  # image key ("key") and reason ("why") of each re-encoded image
 
 
@@ -107,7 +107,7 @@ def class_folders(root: Path) -> Iterator[ImageGroup]:
 
 
 def list_folders(root: Path, left_out: LeftOut | None = None) -> dict[str, list[str]]:
-    """Map the names of the class folders in a folder, sorted, to the relative paths of their images.
+    """Map the class folder names in a folder, sorted, to the relative paths of their images.
 
     The validation images of Kaggle and Tiny ImageNet are not in class folders. A file lists the classes of
     these images. Class folders without images are left out.
@@ -172,8 +172,8 @@ def labeled(groups: Iterable[ImageGroup], label: Label) -> Iterator[LabeledFile]
                 class_number = label(class_name, name)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None
-            # ILSVRC2012's file names contain the WordNet id and are unique in a split. Other file names are
-            # unique only in a class.
+            # ILSVRC2012's file names contain the WordNet id and are unique within a split. Other file names
+            # are unique only within a class.
             key = os.path.splitext(name)[0].replace(".", "_")
             has_wnid = WNID.fullmatch(class_name or "") and key.startswith(f"{class_name}_")
             if class_name is not None and not has_wnid:
@@ -245,7 +245,7 @@ class Originals:
             check_known(self.parts["val"], "val", listed["val"], listed["train"])
 
     def read_classes(self) -> None:
-        """Read the class names from the names of the class tars or class folders."""
+        """Read the class names from the names of class tars or class folders."""
         split = "train" if "train" in self.parts else "val"
         if "://" in self.parts[split]:  # reading a class name takes one or more requests
             print(f"reading the class names in {self.parts[split]}", flush=True)
@@ -373,7 +373,7 @@ def measured(folder: Path, paths: list[str]) -> tuple[int, str]:
 
 
 def digest(rows: Sequence[tuple[Any, ...]]) -> str:
-    """Return the SHA-256 of a list of tuples, for example of names, sizes and times."""
+    """Return the SHA-256 of a list of tuples, for example (path, size, time)."""
     return hashlib.sha256(repr(rows).encode(errors="surrogateescape")).hexdigest()
 
 

@@ -37,7 +37,7 @@ WITHOUT = {"train": "Training needs a train split.", "val": "Use --holdout 0.1 t
 
 
 class Preparation:
-    """Preparation of one --out, which keeps splits that an earlier start finished."""
+    """Preparation of one --out location, which keeps splits finished by an earlier start."""
 
     def __init__(self, flags: argparse.Namespace):
         self.flags = flags
@@ -143,7 +143,7 @@ class Preparation:
         flags, dataset = self.flags, self.dataset
         with contextlib.ExitStack() as stack:
             groups, stream = stack.enter_context(dataset.open(split, dataset.hashed))
-            # Check each JPEG unless MD5 sums already verify the archive, which is possible only for ImageNet.
+            # Check each JPEG unless the archive is verified by MD5 sums, which exist only for ImageNet.
             strict = not flags.no_verify and not (dataset.hashed and stream)
             images = recoded(batches(groups, dataset.labels[split]), flags.resize, flags.quality, strict)
             stack.callback(images.close)  # ends the threads that re-encode images
@@ -197,7 +197,7 @@ class Preparation:
 
 
 def find_dataset(flags: argparse.Namespace) -> Originals:
-    """Find the parts of the data set that the flags specify."""
+    """Find the data set parts that the flags specify."""
     base = os.path.expanduser(flags.data or "")
     by_flags = {part: path for part in (*SPLITS, "devkit", "val_labels") if (path := getattr(flags, part))}
     if flags.source == "shards":

@@ -43,7 +43,7 @@ class Row(NamedTuple):
     offset: int
     length: int
     label: int
-    name: str  # name of the member that contains the image
+    name: str  # name of the archive member that contains the image
 
 
 def bucket_of(url: str) -> ObjectStore | None:
@@ -52,7 +52,7 @@ def bucket_of(url: str) -> ObjectStore | None:
 
 
 class WebDataset(Originals):
-    """Shards of train and val, which are specified by shell patterns or patterns with braces."""
+    """Train and val shards, specified by shell patterns or brace patterns."""
 
     def __init__(self, patterns: dict[str, str], class_file: str | None):
         """Find the shards.
@@ -98,11 +98,11 @@ class WebDataset(Originals):
             )
 
     def index(self, tar: Tar) -> tuple[list[Row], str | None]:
-        """Return the index of a shard.
+        """Return a shard's index.
 
         Returns:
             A tuple of one row per image and a SHA-256. A shard in S3 is read completely to compute the
-            SHA-256, which is None for a local shard.
+            SHA-256. For a local shard, the SHA-256 is None.
 
         Raises:
             ValueError: If a sample has no image, several images or no class. The message contains the
@@ -161,7 +161,7 @@ def find_shards(pattern: str, store: ObjectStore | None) -> list[Tar]:
 
 
 def _without_braces(pattern: str) -> list[str]:
-    """Return all names that a pattern with braces stands for."""
+    """Return all names to which a brace pattern expands."""
     if (braces := BRACES.search(pattern)) is None:
         return [pattern]
     first, last = braces.groups()
@@ -170,7 +170,7 @@ def _without_braces(pattern: str) -> list[str]:
 
 
 def _index_rows(archive: Member) -> Iterator[Row]:
-    """Yield a row of the index for each image, without reading the images."""
+    """Yield an index row for each image, without reading the images."""
     for key, sample in itertools.groupby(members(archive), _sample_key):
         images, classes, where = [], {}, f"{archive.where}: {key}"
         for member in sample:
@@ -198,7 +198,7 @@ def _sample_key(member: Member) -> str:
 
 
 def _sample_label(classes: dict[str, bytes], where: str) -> int:
-    """Return a sample's label, which is an int or digits. Raise ValueError for anything else."""
+    """Return a sample's label from an int or a string of digits. Raise ValueError for anything else."""
     value: object = None
     if "cls" in classes:
         value = classes["cls"].decode(errors="replace").strip()

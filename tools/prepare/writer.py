@@ -1,4 +1,4 @@
-"""Write a split as shuffled shards in one pass, and write the index of the shards."""
+"""Write a split as shuffled shards in one pass, and write the shards' index."""
 
 import hashlib
 import os
@@ -23,18 +23,18 @@ WAITING = 8  # maximum number of batches that wait for the thread that writes an
 OTHER_FILES = 64  # number of open files reserved for purposes other than shards
 DRAWN = 4096  # number of images whose shards are drawn at once
 BLOCK = 512  # bytes per block in a tar file
-END = bytes(2 * BLOCK)  # end mark of a tar file, which consists of two empty blocks
-EXTENSIONS = {".jpeg": ".jpg"}  # shard readers use the extension as the name of the field
+END = bytes(2 * BLOCK)  # tar end-of-archive marker (two empty blocks)
+EXTENSIONS = {".jpeg": ".jpg"}  # shard readers use the extension as the field name
 
 
 def write_shard_index(folder: Path, split: str, rows: array, names: CollectedNames) -> tuple[str, int]:
     """Write a split's index, sorted by shard and offset, and the image names in the same order.
 
     Args:
-        folder: Folder of the split.
-        split: Name of the split.
+        folder: The split's folder.
+        split: Split name.
         rows: Shard, offset, length and label of each image, as one flat array.
-        names: Names of the images.
+        names: Image names.
 
     Returns:
         A tuple of the index's SHA-256 and the largest label.
@@ -50,8 +50,8 @@ def write_shard_index(folder: Path, split: str, rows: array, names: CollectedNam
 class ShardWriter:
     """Writer that distributes a split's images over shards. All shards are open at the same time.
 
-    Image i is appended to a random shard, drawn from (seed, split, i). In one pass, each class of a sorted
-    source is therefore spread over all shards. Each shard stays sorted by class, so readers must shuffle at
+    Image i is appended to a random shard, drawn from (seed, split, i). Each class in a sorted source is
+    therefore spread over all shards in one pass. Each shard stays sorted by class, so readers must shuffle at
     least the images of a whole shard.
 
     Each image is stored as two members, `<key>.jpg` (or .png, ...) and `<key>.cls` with the label as digits.
@@ -93,7 +93,7 @@ class ShardWriter:
         self.pending.append(self.thread.submit(_append_all, batch))
 
     def finish(self) -> dict[str, Any]:
-        """Complete the shards and write the index. Return the split's part of the manifest."""
+        """Complete the shards and write the index. Return the split's manifest entry."""
         self._wait_for_writes(0)
         for shard in self.shards:
             shard.append(END)
@@ -157,8 +157,8 @@ def _draw_shards(*key_block_count: int) -> np.ndarray:
 def tar_header(name: str, size: int) -> bytes:
     """Return a tar member's header, which is usually 512 bytes long.
 
-    A class longer than 155 bytes or a name longer than 100 bytes needs 1,536 bytes of PAX records. The time
-    is 0 and the owner is empty, so that identical images produce identical shards.
+    A class name longer than 155 bytes or a file name longer than 100 bytes needs 1,536 bytes of PAX records.
+    The time is 0 and the owner is empty, so that identical images produce identical shards.
     """
     member = tarfile.TarInfo(name)
     member.size = size

@@ -38,7 +38,7 @@ LISTED = 5  # maximum number of findings to list for each comparison
 NOT_REPLAYED = {"step", "epoch", "wall_s", "train/images_per_s", "train/mfu_pct"}
 NOT_REPLAYED |= {"interrupted_at", "resumed_at", "why"}
 NOT_REPLAYED |= {"hosts", "hosts_before", "processes", "processes_before"}
-EXACT = ("lr", "images", "logged_step")  # last parts of the keys whose values do not depend on rounding
+EXACT = ("lr", "images", "logged_step")  # last components of the keys whose values do not depend on rounding
 # Keys of result.json. START_KEYS must match the last start in starts.jsonl. REPEATED_KEYS must match the
 # replay.
 START_KEYS = ("data", "batch_size", "epochs", "seed", "deterministic", "per_device_batch_size")
@@ -94,7 +94,7 @@ class Outcome:
 
 
 def recorded_steps_per_epoch(run: RunRecord) -> int:
-    """Return the recorded number of steps per epoch, or derive the number from the first line of the log.
+    """Return the recorded number of steps per epoch, or derive it from the first log line.
 
     contradictions() checks the remaining log lines. Raise ValueError if the log is empty.
     """
@@ -107,7 +107,7 @@ def recorded_steps_per_epoch(run: RunRecord) -> int:
 
 
 def contradictions(run: RunRecord, kept: list[int]) -> list[str]:
-    """Return contradictions between the run's files. `kept` contains the steps of the run's checkpoints."""
+    """Return contradictions between the run's files. `kept` contains the run's checkpoint steps."""
     starts = [start for start in run.kept if "steps_per_epoch" in start.about]
     facts, per_epoch = run.facts, recorded_steps_per_epoch(run.as_of(starts[-1]) if starts else run)
     findings = [line for line in run.problems if line.startswith(COMPARED)]
@@ -269,11 +269,11 @@ def _compare_evaluation(
     Metrics by class are compared only if the metric selected the best checkpoint.
 
     Args:
-        subject: Text of the finding, with both values.
+        subject: The finding's text, with both values.
         key: Key in metrics.jsonl.
         difference: Absolute difference between the two values.
         value: Value in the replay.
-        replay: Record of the replay.
+        replay: The replay's record.
     """
     precision, (split, _, name) = replay.facts["mixed_precision"], key.partition("/")
     metric = METRICS.get(name.removeprefix("raw_"))
@@ -299,8 +299,8 @@ def _compare_evaluation(
 def _logged_values(record: RunRecord, outcome: Outcome, run: RunRecord) -> Numbers:
     """Return the values logged in an interval.
 
-    The values include the loss since the last log line, which state.json in each checkpoint stores. Values on
-    the test split belong to the step of the best weights, because the best weights were tested.
+    The values include the loss since the last log line, stored in each checkpoint's state.json. Values on the
+    test split belong to the best weights' step, because the best weights were tested.
     """
     interval, last = outcome.interval, run.facts["steps"]
     has_test = interval.is_evaluation and interval.start == run.facts.get("best_step", last)
@@ -334,7 +334,7 @@ def _read_manifest(record: RunRecord, step: int) -> dict[str, Any]:
 
 
 def _compare_checkpoint(run: RunRecord, replay: RunRecord, step: int, outcome: Outcome) -> Iterator[str]:
-    """Compare all tensors in a checkpoint of the run with the replay's checkpoint."""
+    """Compare all tensors in the run's checkpoint with the replay's checkpoint."""
     records, name = (run, replay), step_name(step)
     run_manifest, replay_manifest = (_read_manifest(record, step) for record in records)
     optimizer_states = [
@@ -345,7 +345,7 @@ def _compare_checkpoint(run: RunRecord, replay: RunRecord, step: int, outcome: O
         order = " (the same classes in a different order)" if match.is_permutation else ""
         trained, replayed = map(some_of, classes)
         yield f"the classes in {name} are {trained}, but {replayed} in the replay{order}"
-        return  # the rows of the two heads belong to different classes
+        return  # the two heads' rows belong to different classes
     optimizer_names = {"optimizer": (run_manifest.get("optimizer"), replay_manifest.get("optimizer"))}
     pairs = {**optimizer_names, "the optimizer state in state.json": optimizer_states}
     for key, (claim, value) in pairs.items():

@@ -39,7 +39,7 @@ from tools.logbook.run_record import (
 from tools.verify import replay
 from tools.verify.replay import Interval, Outcome
 
-SHOWN = 15  # number of lines to print from the end of a failed replay's output
+SHOWN = 15  # number of last lines of a failed replay's output to print
 NOT_VERIFIED = (
     "devices, hosts, strategy, model FLOPs, times, throughput and memory",
     "commit, versions and command",
@@ -49,7 +49,7 @@ NOT_VERIFIED = (
 
 @dataclass(frozen=True)
 class StepRange:
-    """Range of steps from first + 1 to last, which were trained with the same settings.
+    """Range of steps from first + 1 to last, trained with the same settings.
 
     Attributes:
         record: Copy of the run in which all starts have these settings.
@@ -112,7 +112,7 @@ class Verification:
         return parts or [StepRange(0, self.last, self.record)]
 
     def _repeated_flags(self) -> list[str]:
-        """Return the names of the flags whose values a replay copies from the run."""
+        """Return the names of flags whose values a replay copies from the run."""
         return [*flags_where(self.recipe_type, "part_of_recipe"), *flags_where(self.recipe_type, "replayed")]
 
     def _training_settings(self, record: RunRecord) -> list[Any]:
@@ -123,11 +123,11 @@ class Verification:
         return [*(record.recipe.get(name) for name in names), *facts, *about]
 
     def _part_at(self, step: int) -> "StepRange":
-        """Return the part of the run that contains a step."""
+        """Return the run's part that contains a step."""
         return next((part for part in self.parts if step <= part.last), self.parts[-1])
 
     def _part_for(self, interval: Interval) -> "StepRange":
-        """Return the part whose recipe the replay of an interval uses.
+        """Return the part whose recipe an interval's replay uses.
 
         An evaluation belongs to the part that trained its step, unless the next start repeated the
         evaluation on different images.
@@ -155,7 +155,7 @@ class Verification:
                 yield f"step {part.first:,}: {'; '.join(changed)}"
 
     def _initial_checkpoint(self, resumed_from: str | None) -> dict[int, Path | None]:
-        """Map the run's first step to the checkpoint that the run resumed, or to None for fresh weights.
+        """Map the run's first step to the checkpoint from which it resumed, or to None for fresh weights.
 
         The mapping is empty if the checkpoint no longer exists.
         """
@@ -386,7 +386,7 @@ class Verification:
         return (part.record.about.get("mixed_precision", "no") for part in self.parts)
 
     def _not_replayed(self, replayed: list[Outcome], compared: set[int]) -> list[str]:
-        """Return the parts of the run that a replay could have verified but did not verify."""
+        """Return the parts of the run that a replay could have verified but did not."""
         lines = []
         if steps := sorted(self._not_repeated(replayed)):
             lines.append(f"evaluations within an epoch, at steps without a checkpoint ({some_of(steps)})")

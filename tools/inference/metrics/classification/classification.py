@@ -1,10 +1,10 @@
-"""Accuracy, confusion matrix, and the precision, recall, F1, specificity and support of each class."""
+"""Accuracy, confusion matrix, and per-class precision, recall, F1, specificity and support."""
 
 import datasets
 import evaluate
 import numpy as np
 
-MATRIX_CLASSES = 1000  # maximum number of classes for a confusion matrix, as in onecurve/run/evaluation.py
+MATRIX_CLASSES = 1000  # class limit for a confusion matrix, the same as in onecurve/run/evaluation.py
 INPUTS = """
 Args:
     predictions: Most probable class of each image, int [n].
