@@ -35,7 +35,7 @@ RECIPES = {
 # Synchronizations in 2 epochs of 3 steps, with a log line after every second step and at each end of an epoch
 LINES = {"session.py:mean_loss": 4}
 # Synchronizations in a run with evaluations. The images move to the device once.
-EVALUATIONS = LINES | {"evaluation.py:evaluate": 2 * 5, "splits.py:_move": 2}
+EVALUATIONS = LINES | {"evaluation.py:evaluate": 2 * 5, "splits.py:_copy_to_device": 2}
 WAITS = {
     # After the loop, the script draws a plot.
     "train_hello": LINES | {"train_hello.py:evaluate": 2 * 2, "train_hello.py:main": 4},
@@ -105,7 +105,7 @@ def test_arrays_cross_to_the_device_in_one_copy(monkeypatch):
         copies = [waits_seen.copies for _ in split.batches(iter(plan), train=True, **options)]
     # The images are copied to the device before each group's labels and positions
     assert copies == [3] * AHEAD + [4] + [5] * AHEAD + [6]
-    assert set(waits_seen.places) == {"splits.py:_move"}
+    assert set(waits_seen.places) == {"splits.py:_copy_to_device"}
 
 
 @pytest.mark.parametrize("train", [True, False])

@@ -146,7 +146,7 @@ def check_inputs(recipe: ImageRecipe) -> int:
         ValueError: If the weights do not exist, or if the finished listing shows that the data can't be used.
     """
     if recipe.weights and not Path(recipe.weights).expanduser().exists():
-        raise ValueError(f"--weights {recipe.weights}: there is no such folder or file")
+        raise ValueError(f"--weights {recipe.weights} does not exist")
     data, columns = recipe.data, Columns(recipe.image_column, recipe.label_column)
     if data not in KNOWN and not data.startswith(("hub:", "s3:")):
         _listings[data, columns] = listing = start_daemon(partial(_find_files, data, columns))

@@ -92,7 +92,9 @@ def test_the_saver_thread_uses_its_processs_gpu(device, number, monkeypatch):
 def test_memory_that_cannot_be_locked_is_an_error(monkeypatch):
     runtime = Cudart(status=2)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    with pytest.raises(RuntimeError, match=r"could not page-lock .* for checkpoints \(error 2\)") as error:
+    with pytest.raises(
+        RuntimeError, match=r"could not page-lock .* for checkpoints \(CUDA error 2\)"
+    ) as error:
         Snapshot(SPECS, pinned=True)
     assert not is_out_of_memory(error.value), "the error would advise a smaller batch"
     gc.collect()

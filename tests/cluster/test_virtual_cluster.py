@@ -136,7 +136,7 @@ def test_root_is_needed(cluster_tools):
     completed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert (completed.returncode, completed.stderr) == (
         1,
-        "error: hosts are Linux namespaces, which need root. Run this command as root.\n",
+        "error: virtual hosts are Linux namespaces, which require root. Run this command as root.\n",
     )
 
 

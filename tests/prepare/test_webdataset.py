@@ -200,5 +200,5 @@ def test_a_shard_in_s3_that_was_replaced_is_refused(in_s3, tmp_path):
     prep(*FROM_SHARDS, "--data", in_s3.url, "--out", tmp_path / "index")
     in_s3.write("train/00000.tar", bytes(int(SHARD_GIB * 2**30)))
     train = training_split(str(tmp_path / "index"), tmp_path / "cache")
-    with pytest.raises(ValueError, match="does not match its SHA-256"):
+    with pytest.raises(ValueError, match="does not match the SHA-256"):
         read(train, [(0, np.array([0]))])

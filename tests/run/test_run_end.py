@@ -76,7 +76,7 @@ def trained(tmp_path_factory, cache):
 def assert_says_what_to_do(output: str) -> None:
     assert output.count("error: ") == 1, output
     assert "No space left on device" in output
-    assert "Make room: the same command continues" in output
+    assert "Make room, then run the same command again" in output
     assert "Traceback" not in output
 
 

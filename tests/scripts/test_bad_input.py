@@ -15,7 +15,7 @@ ON_DIGITS, ZERO2 = [*CNN, *SMALL], ["--deepspeed_config", "ds_configs/zero2.json
 CASES = {
     "DeepSpeed config without launcher": (python(), [*ON_DIGITS, *ZERO2], "requires a launcher"),
     "two strategies": (accelerate("fsdp_2gpu"), [*ON_DIGITS, *ZERO2], "Use only --deepspeed_config"),
-    "an interface that is not there": (torchrun(2), ON_DIGITS, "GLOO_SOCKET_IFNAME=eth99 matches no inter"),
+    "an interface that is not there": (torchrun(2), ON_DIGITS, "GLOO_SOCKET_IFNAME=eth99 matches no network"),
 }
 
 

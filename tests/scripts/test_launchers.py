@@ -151,7 +151,7 @@ def test_the_practice_on_virtual_hosts(cluster_tools, project_copy, cache):
         small = [*SMALL["train_cnn_a.py"], *cache] if "train_cnn_a.py" in words else []
         outputs.append(run([*words, *small], cwd=project_copy))
     up, trained, _ = outputs
-    assert "node1, node2 are up" in up
+    assert "node1, node2 are running" in up
     assert "node1 | ddp, batch 16 = 4 images x 4 processes" in trained
     assert not cluster_tools.STATE.exists()
 

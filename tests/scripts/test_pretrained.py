@@ -200,7 +200,7 @@ def test_a_lone_file_and_other_classes(hub, tmp_path):
     assert (model.published, model.classes, model.recipe["image_size"]) == (7, None, 160)
     save_file({"x": torch.zeros(2)}, tmp_path / "headless.safetensors")
     lone = find(str(tmp_path / "headless.safetensors"), "best", tmp_path, lambda: None)
-    with pytest.raises(ValueError, match="has no head"):
+    with pytest.raises(ValueError, match="has no classification head"):
         of_model(lone, "test_vit")
 
 
