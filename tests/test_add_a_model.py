@@ -70,7 +70,7 @@ def test_documents_and_tests_discover_the_script(project):
             run(words, cwd=project)
     page = (project / "docs" / "flags.md").read_text()
     section = page.split("## train_convnext.py")[1].split("\n## ")[0]
-    assert "| `--model` | convnext_tiny | Any ConvNeXt of timm. |" in section
+    assert "| `--model` | convnext_tiny | Name of a ConvNeXt in timm. |" in section
     assert "--patch_size" not in section
     words = ["python", "-m", "pytest", "--collect-only", "-q", "tests/distributed/test_parity.py"]
     assert "[convnext-zero3]" in run(words, cwd=project, env={"PYTEST_ADDOPTS": ""})

@@ -231,7 +231,7 @@ def test_which_graphs_are_compiled(model, mode, flag, accumulations, expected, m
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
     if expected is None:
         with pytest.raises(
-            ValueError, match=rf"^--compile {mode} \(or dynamo_backend [^)]*\) .*Choose [^\n]*$"
+            ValueError, match=rf"^--compile {mode} \(or dynamo_backend [^)]*\) .*Use [^\n]*$"
         ):
             prepare(accelerator, compiled, optimizer)
         return
