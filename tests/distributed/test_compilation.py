@@ -230,9 +230,7 @@ def test_which_graphs_are_compiled(model, mode, flag, accumulations, expected, m
     monkeypatch.setattr(torch, "compile", fake.compile)
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
     if expected is None:
-        with pytest.raises(
-            ValueError, match=rf"^--compile {mode} \(or dynamo_backend [^)]*\) .*Use [^\n]*$"
-        ):
+        with pytest.raises(ValueError, match=rf"^--compile {mode} \(or dynamo_backend [^)]*\) .*Use [^\n]*$"):
             prepare(accelerator, compiled, optimizer)
         return
     prepared, _ = prepare(accelerator, compiled, optimizer)
