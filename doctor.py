@@ -27,14 +27,14 @@ from onecurve.system.cli import command_parser, config_file, run_command, split_
 from onecurve.system.files import read_yaml
 from onecurve.system.paths import ROOT
 from tools.doctor.checks import FINDINGS, Checks, Finding, HostClient
-from tools.launch.hosts import Host, add_host_flags, close_and_wait, read_hostfile, select
+from tools.launch.hosts import Host, add_host_flags, close_and_wait, read_hostfile, select_hosts
 
 
 def main() -> int:
     flags = parse_flags(sys.argv[1:])
     clients: list[HostClient] = []
     try:
-        hosts = select(read_hostfile(flags.hostfile), flags.include, flags.exclude)
+        hosts = select_hosts(read_hostfile(flags.hostfile), flags.include, flags.exclude)
         config = read_yaml("--config_file", flags.config_file) if flags.config_file else {}
         clients += [HostClient(host) for host in hosts]
         checks = Checks(clients, flags, config)

@@ -43,7 +43,7 @@ from onecurve.system.paths import ROOT
 from onecurve.system.text import did_you_mean
 from onecurve.upstream.python_ import flag_names
 from tools.launch.elastic import ElasticJob
-from tools.launch.hosts import NAME, Host, add_host_flags, read_hostfile, select
+from tools.launch.hosts import NAME, Host, add_host_flags, read_hostfile, select_hosts
 from tools.launch.job import JobRunner, LaunchPlan
 
 SINGLE = "accelerate_configs/single_gpu.yaml"
@@ -193,7 +193,7 @@ def _hosts(flags: argparse.Namespace) -> list[Host]:
             )
         slots = tuple(range(flags.gpus_per_node or _local_gpus()))
         return [Host(name, slots) for name in hosts]
-    return select(read_hostfile(flags.hostfile or ROOT / "hostfile"), flags.include, flags.exclude)
+    return select_hosts(read_hostfile(flags.hostfile or ROOT / "hostfile"), flags.include, flags.exclude)
 
 
 def _local_gpus() -> int:

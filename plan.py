@@ -27,12 +27,14 @@ from onecurve.system.threads import run_with_heartbeat
 def main() -> int:
     flags = parse_flags(sys.argv[1:])
     from onecurve.system.progress import Display
-    from tools.plan.planning import HEAD, ROW, Line, Planning, cluster_of  # this import loads torch
+
+    # This import loads torch.
+    from tools.plan.planning import TABLE_HEAD, TABLE_ROW, PlanLine, Planning, cluster_of
 
     cluster = cluster_of(flags.hosts, flags.gpus, flags.gpu, flags.network_gb_s)
     plan = Planning(flags.script, cluster)
-    print(plan.summary, plan.links, ROW.format(*HEAD), sep="\n", flush=True)
-    lines, tasks = list[Line](), [""]
+    print(plan.summary, plan.links, TABLE_ROW.format(*TABLE_HEAD), sep="\n", flush=True)
+    lines, tasks = list[PlanLine](), [""]
     candidates = plan.candidates(tasks.append)
     out = None if sys.stdout.isatty() else sys.stdout  # because a progress bar replaces sys.stdout
     display = Display(len(plan.strategies), "", out and sys.stderr)

@@ -49,7 +49,7 @@ from onecurve.distributed.watch import Preempted, watch
 from onecurve.flags.recipe import parse, setting
 from onecurve.system.files import write_bytes, write_csv, write_text
 from onecurve.system.text import plural, printable
-from tools.inference.inference import Inference, keep_features, own_words, preprocessing_of
+from tools.inference.inference import Inference, preprocessing_of, record_head_inputs, without_local_rank
 
 # Data sets whose images are not cropped if the checkpoint does not record cropping
 WHOLE = ("digits", "cifar10", "synthetic")
@@ -114,7 +114,7 @@ def main() -> None:
 
 def parse_flags(words: list[str]) -> tuple[Prediction, str, list[str]]:
     """Return the flags, the model's location, and the command-line words that specify images."""
-    words = own_words(words)
+    words = without_local_rank(words)
     first = next((k for k, word in enumerate(words) if word.startswith("-") and word != "-"), len(words))
     flags = parse(Prediction, words[first:])
     if first < 2:
@@ -153,7 +153,7 @@ def predict_images(
     """
     local: dict[int, Row] = {}
     autocast_forward(accelerator, model)
-    features = keep_features(model) if flags.embeddings else []
+    features = record_head_inputs(model) if flags.embeddings else []
     ids = range(accelerator.process_index, len(pictures), accelerator.num_processes)
     for batch in picture_batches(pictures, ids, flags.per_device_batch_size, flags.workers):
         if watch.wanted():

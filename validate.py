@@ -56,8 +56,14 @@ from onecurve.run.evaluation import counted, evaluated_ids, predictions
 from onecurve.system.cli import underscores
 from onecurve.system.files import refuse_link, sha256_of
 from tools.inference import report as reports
-from tools.inference.inference import Inference, evaluated_split, own_words, pixels_of, preprocessing_of
-from tools.inference.report import TOP, Rows
+from tools.inference.inference import (
+    Inference,
+    evaluated_split,
+    pixels_of,
+    preprocessing_of,
+    without_local_rank,
+)
+from tools.inference.report import TOP_CLASSES, Rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +161,7 @@ def parse_flags(words: list[str]) -> tuple[Validation, list[str]]:
 
     A flag that validate.py and the train script both accept, for example --data, is passed to both.
     """
-    words = own_words(words)
+    words = without_local_rank(words)
     if {"-h", "--help"} & set(words):
         words = ["--help"]
     elif words and not words[0].startswith("-"):
@@ -279,7 +285,7 @@ def predict(
             "id": torch.from_numpy(part.ids),
             "label": part.labels,
             "predicted": predicted,
-            "top": part.logits.topk(min(TOP, part.logits.shape[1])).indices,
+            "top": part.logits.topk(min(TOP_CLASSES, part.logits.shape[1])).indices,
             "loss": F.cross_entropy(part.logits, part.labels, reduction="none").double(),
             "probability": probability.double(),
         }

@@ -30,7 +30,7 @@ from onecurve.data.decode import decode_image
 from onecurve.numerics.augment import CROP
 from onecurve.numerics.order import uniforms
 from onecurve.system.cli import run_command
-from tools.prepare.recode import smaller
+from tools.prepare.recode import resize_image
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 SHORT_SIDE, QUALITY = 256, 90
@@ -48,7 +48,7 @@ def main() -> int:
     if not files:
         raise ValueError(f"--images {flags.images} contains no file with the suffix {' or '.join(SUFFIXES)}")
     originals = [path.read_bytes() for path in files[: flags.limit]]
-    small = [smaller(data, SHORT_SIDE, QUALITY) or data for data in originals]
+    small = [resize_image(data, SHORT_SIDE, QUALITY) or data for data in originals]
     augment = transforms.Compose(
         [
             transforms.RandomResizedCrop(flags.size),

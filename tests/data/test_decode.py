@@ -24,7 +24,7 @@ from onecurve.models.preprocessing import Crop, data_config
 from tests.support.data_sets import encode, picture, png, write
 from tests.support.imagenet import fails, prep
 from tools.prepare.originals import ImageBatch, RawImage
-from tools.prepare.recode import recoded
+from tools.prepare.recode import recode_all
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n0 0 9 9 rectfill\n%%EOF\n"
 
@@ -56,7 +56,7 @@ def pictures(root: Path, count: int, broken: str = "") -> Path:
 
 
 @pytest.mark.parametrize(
-    "opener", [decode_image, open_image, lambda data: list(recoded(one_image(data), 8, 90))]
+    "opener", [decode_image, open_image, lambda data: list(recode_all(one_image(data), 8, 90))]
 )
 def test_postscript_starts_no_interpreter(opener, tmp_path, monkeypatch):
     """Check that EPS data are refused under any file name. PIL would run the program `gs` to decode EPS."""
@@ -87,7 +87,7 @@ def test_a_small_file_is_not_decoded_to_many_pixels(options):
         data = header_alone(side, options)
         assert len(data) < 700
         assert jpeg_frame(data)[:2] == (side, side)
-        for read in (decode_image, open_image, lambda data: list(recoded(one_image(data), 8, 90))):
+        for read in (decode_image, open_image, lambda data: list(recode_all(one_image(data), 8, 90))):
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             with pytest.raises(ValueError, match=f"{side:,} x {side:,} pixels"):
                 read(data)

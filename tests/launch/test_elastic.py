@@ -221,12 +221,12 @@ def test_a_changed_hostfile(hosts):
     cluster.slots["node3"] = 2
     cluster.job._read_hosts_again()
     assert cluster.logged[1:] == ["new hosts in the hostfile: node3"]
-    assert (len(cluster.job.hosts), cluster.job.most) == (3, 3)
+    assert (len(cluster.job.hosts), cluster.job.most_hosts) == (3, 3)
     cluster.train("node1")
     cluster.names.append("node4")
     cluster.slots["node4"] = 2
     cluster.job._read_hosts_again()
-    assert (len(cluster.job.hosts), cluster.job.most) == (4, 3)  # The run's name records three hosts
+    assert (len(cluster.job.hosts), cluster.job.most_hosts) == (4, 3)  # The run's name records three hosts
 
 
 @pytest.mark.parametrize(("began", "host", "line", "reason"), rows_of("bad newcomers"))

@@ -10,7 +10,7 @@ import pytest
 from deepspeed.launcher.runner import _parse_hostfile, parse_inclusion_exclusion
 
 from tests.conftest import ROOT, rows_of
-from tools.launch.hosts import EVENT, Host, read_hostfile, select, start_on
+from tools.launch.hosts import EVENT_MARK, Host, read_hostfile, select_hosts, start_on
 
 GOOD = "# all of them\n\nworker-1 slots=2\n  worker-2\tslots=4  \n#worker-3 slots=4\n10.0.0.7 slots=1\n"
 
@@ -59,14 +59,14 @@ def test_a_mistake_is_refused_with_its_line(text, message, hostfile):
 @pytest.mark.parametrize(("include", "exclude"), rows_of("hostfile filters"))
 def test_filters_select_the_same_hosts_as_deepspeed(include, exclude, hostfile):
     expected = parse_inclusion_exclusion(_parse_hostfile(GOOD.splitlines()), include, exclude)
-    hosts = select(read_hostfile(hostfile(GOOD)), include, exclude)
+    hosts = select_hosts(read_hostfile(hostfile(GOOD)), include, exclude)
     assert [(host.name, list(host.devices)) for host in hosts] == [(n, list(d)) for n, d in expected.items()]
 
 
 @pytest.mark.parametrize(("include", "exclude", "message"), rows_of("hostfile wrong filters"))
 def test_a_wrong_filter_is_refused(include, exclude, message, hostfile):
     with pytest.raises(ValueError, match="clude") as error:
-        select(read_hostfile(hostfile(GOOD)), include, exclude)
+        select_hosts(read_hostfile(hostfile(GOOD)), include, exclude)
     assert message in str(error.value)
 
 
@@ -74,7 +74,7 @@ def test_the_users_ssh_connection_does_not_define_the_hosts_network(monkeypatch)
     """Simulate an SSH connection from a laptop to an address that the hosts do not use."""
     monkeypatch.setenv("SSH_CONNECTION", "192.0.2.7 50000 192.0.2.1 22")
     with start_on("localhost", "tools.launch.agent") as agent:
-        hello = json.loads(agent.stdout.readline().removeprefix(EVENT))
+        hello = json.loads(agent.stdout.readline().removeprefix(EVENT_MARK))
         agent.stdin.close()
     assert (hello["reached_at"], hello["asked_from"]) == (None, None)
 

@@ -34,7 +34,7 @@ from tests.logbook.pages import (
 from tools.logbook import comparison, history, markdown
 from tools.logbook.comparison import Comparison
 from tools.logbook.page import index, index_values, run_page
-from tools.logbook.run_record import RunRecord, stamped_files
+from tools.logbook.run_record import RunRecord, hash_compared_files
 
 FLAGS = ["--data", "digits", "--epochs", "3", "--log_every", "2", "--telemetry_s", "0.2"]
 
@@ -189,7 +189,7 @@ def gpu_run(folder: Path) -> Path:
     (folder / "validation/test_28/report.json").write_text(json.dumps(report))
     stamp = {"date": "2026-01-01", "commit": "abc", "device": "CPU", "config": "single", "steps": 10}
     stamp |= {"of_steps": 30, "intervals": ["steps 1-10"], "findings": ["a *b* differs", "c"]}
-    stamp |= {"not_verified": ["x", "y"], "files": stamped_files(folder), "kind": "evaluated again"}
+    stamp |= {"not_verified": ["x", "y"], "files": hash_compared_files(folder), "kind": "evaluated again"}
     true = stamp | {"findings": [], "differences": {"loss": 1e-7, "weights": 0.0}}
     changed = true | {"files": stamp["files"] | {"metrics.jsonl": "0"}, "kind": "bit for bit"}
     older = {name: value for name, value in true.items() if name != "kind"} | {"bound": 2e-6}

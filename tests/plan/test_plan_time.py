@@ -5,8 +5,8 @@ import pytest
 from tests.conftest import full
 from tests.plan.test_plan import ALONE, EAGER, H200, SMALL, new_trace, traced
 from tools.plan import cost
-from tools.plan.cost import Cluster, Execution, exchanged, step_time, traffic
-from tools.plan.planning import Planning, compressed, possible
+from tools.plan.cost import Cluster, Execution, collectives_of_step, step_time, traffic
+from tools.plan.planning import Planning, compress_traffic, possible_strategies
 
 HOSTS = Cluster(2, 1, H200, 0.1)  # Two hosts whose network transfers 0.1 GB/s
 GRAPH = Execution.of("no", True)
@@ -17,7 +17,8 @@ GATHER, SCATTER = ("all_gather", 10**8, 2), ("reduce_scatter", 10**8, 2)
     ("strategy", "counts"), [("ddp", (1, 1)), ("zero1", (1, 1)), ("zero2", (1, 3)), ("fsdp", (3, 1))]
 )
 def test_accumulation_repeats_only_some_exchanges(strategy, counts):
-    names = [name for name, *_ in exchanged(new_trace(strategy=strategy, collectives=[GATHER, SCATTER]), 3)]
+    trace = new_trace(strategy=strategy, collectives=[GATHER, SCATTER])
+    names = [name for name, *_ in collectives_of_step(trace, 3)]
     assert (names.count("all_gather"), names.count("reduce_scatter")) == counts
     trace = new_trace(strategy="ddp", operations=[("float32", 0, 10**12)])
     alone, _ = step_time(trace, HOSTS, EAGER)
@@ -82,11 +83,12 @@ def test_hybrid_sharding_gathers_inside_a_host():
 
 def test_compressed_gradients_are_half_of_the_bytes():
     whole = [("all_reduce", 800, 2)]
-    assert compressed(new_trace(strategy="ddp", collectives=whole), "bf16").collectives == [
+    assert compress_traffic(new_trace(strategy="ddp", collectives=whole), "bf16").collectives == [
         ("all_reduce", 400, 2)
     ]
-    assert compressed(new_trace(strategy="ddp", collectives=whole), "no").collectives == whole
-    assert possible(2, 1, "bf16") == ["single", "ddp"]  # Strategies other than DDP refuse compression
+    assert compress_traffic(new_trace(strategy="ddp", collectives=whole), "no").collectives == whole
+    # Strategies other than DDP refuse compression.
+    assert possible_strategies(2, 1, "bf16") == ["single", "ddp"]
 
 
 def test_a_line_lists_memory_parts_and_the_limit():

@@ -22,7 +22,7 @@ from tests.support.data_sets import jpeg, tar, write, write_shards
 from tests.support.imagenet import fails, prep
 from tests.support.s3 import BUCKET, s3, use_s3  # noqa: F401 (fixture)
 from tools.prepare import preparation
-from tools.prepare.webdataset import WebDataset, match
+from tools.prepare.webdataset import WebDataset, match_pattern
 
 FROM_SHARDS = ["--from", "shards", "--format", "index"]
 INDICES = ("train_index.npy", "val_index.npy")
@@ -135,8 +135,8 @@ def test_wildcards_match_the_same_in_s3_and_on_a_disk(tmp_path):
     write(tmp_path / "wds", dict.fromkeys(names, b"x"))
     store = SimpleNamespace(url=f"s3:/{tmp_path}", list=lambda _: [f"wds/{name}" for name in names])
     for pattern in ("*train*.tar", "*/*.tar", ".a/*", "a/.*"):
-        paths = match(f"{tmp_path}/wds/{pattern}", None)
-        assert match(f"{store.url}/wds/{pattern}", store) == [f"s3:/{path}" for path in paths] != []
+        paths = match_pattern(f"{tmp_path}/wds/{pattern}", None)
+        assert match_pattern(f"{store.url}/wds/{pattern}", store) == [f"s3:/{path}" for path in paths] != []
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from onecurve.data.images import open_images
 from onecurve.data.workers import Pictures, Preprocessing, picture_batches
 from onecurve.numerics.augment import to_float
 from tests.conftest import Job, full, lines, python, result, run, torchrun
-from tools.inference.inference import keep_features
+from tools.inference.inference import record_head_inputs
 
 COUNT = 360  # Number of held-out digits
 
@@ -100,7 +100,7 @@ def test_pictures_are_prepared_like_in_the_runs_evaluations(cropped, expected, t
 @pytest.mark.parametrize("name", ["test_vit", "test_convnext", "test_efficientnet"])
 def test_embeddings_are_timms_features_before_the_head(name):
     model, images = timm.create_model(name).eval(), torch.randn(2, 3, 160, 160)
-    features = keep_features(model)
+    features = record_head_inputs(model)
     with torch.no_grad():
         model(images)
         expected = model.forward_head(model.forward_features(images), pre_logits=True)

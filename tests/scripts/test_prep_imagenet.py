@@ -524,7 +524,7 @@ def test_dangling_links_of_a_folder_are_refused(path, ilsvrc, tmp_path):
 
 def test_images_with_equal_names_get_separate_keys():
     files = [SimpleNamespace(name=name) for name in ("1.jpg", "1.png", "a.b.jpg", "a_b.jpg")]
-    keys = [file.key for file in originals.labeled([("cat", "cat/", files)], lambda *_: 0)]
+    keys = [file.key for file in originals.labeled_files([("cat", "cat/", files)], lambda *_: 0)]
     assert keys == ["cat/1", "cat/1_png", "cat/a_b", "cat/a_b_jpg"]
 
 
@@ -755,7 +755,7 @@ def test_a_split_that_failed_leaves_nothing(ilsvrc, tmp_path, monkeypatch):
     data.mkdir()
     (data / "train.tar").write_bytes(tar({"cat.tar": classes[0], "dog.tar": classes[1]}))
     (data / "val.tar").write_bytes(tar({"cat.tar": classes[0], "wolf.tar": classes[1]}))
-    monkeypatch.setattr(preparation, "SAMPLED", 1)
+    monkeypatch.setattr(preparation, "SAMPLED_BATCHES", 1)
     monkeypatch.setattr(originals, "BATCH_IMAGES", 2)
     # --no_verify disables the threads that check images, because they would be one batch behind.
     words = ["--from", "tar", "--data", data, "--no_verify", "--out"]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from onecurve.system.env import EVENTS_FILE, EventReader, report
 from tools.launch.agent import _send_new_events
-from tools.launch.hosts import EVENT, Connection, event_line, requests
+from tools.launch.hosts import EVENT_MARK, Connection, event_line, requests
 
 
 def test_events_are_read_once_each(tmp_path, monkeypatch):
@@ -34,7 +34,7 @@ def test_the_agent_keeps_statuses_and_passes_the_other_events_on(tmp_path, monke
     statuses = set()
     _send_new_events(EventReader(tmp_path / "events"), statuses)
     assert statuses == {0, 75}
-    assert capfd.readouterr().out == EVENT + '{"event": "notice", "until": "12:00"}\n'
+    assert capfd.readouterr().out == EVENT_MARK + '{"event": "notice", "until": "12:00"}\n'
 
 
 def test_a_message_that_is_cut_off_is_ignored(monkeypatch):

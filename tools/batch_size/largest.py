@@ -25,7 +25,7 @@ from onecurve.system.processes import (
     says_out_of_memory,
 )
 
-FIRST = 8  # number of images in the first trial; with fewer images, weights and libraries dominate memory use
+FIRST_SIZE = 8  # images in the first trial; with fewer images, weights and libraries dominate memory use
 EXTRAPOLATED_SHARE = 0.9  # fraction of the predicted increase to try if the prediction is an extrapolation
 KNEE_SPEED_UP = 1.05  # minimum speedup over a smaller batch that justifies a larger batch
 SAMPLE_S, PERIOD_S = 0.02, 0.5  # seconds between memory samples, and between process listings
@@ -63,7 +63,7 @@ def next_size(ran: dict[int, float], failed: set[int], limit_gib: float, quantum
 def _predicted_size(ran: dict[int, float], limit_gib: float, quantum: int) -> int:
     """Predict the largest batch size that fits into memory from smaller sizes that ran successfully."""
     if not ran:
-        return max(1, FIRST // quantum) * quantum
+        return max(1, FIRST_SIZE // quantum) * quantum
     smallest_ok, largest_ok = min(ran), max(ran)
     if smallest_ok == largest_ok:
         return max(4 * largest_ok, _safe_size(ran, limit_gib, quantum))

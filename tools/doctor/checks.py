@@ -28,7 +28,7 @@ CLOCK_S = 2.0  # tolerated clock error in seconds
 SHM_GIB, SHM_LEAST_GIB = 1.0, 0.0625  # warning and failure limits of /dev/shm; containers default to 64 MiB
 DISK_GIB, DISK_LEAST_GIB = 10.0, 1.0  # limits for a warning and a failure
 OPEN_FILES = 4096  # minimum open-file limit without a warning
-HELD_PART = 0.1  # fraction of a GPU's memory that other processes may use without a warning
+TOLERATED_GPU_SHARE = 0.1  # fraction of a GPU's memory that other processes may use without a warning
 
 # Meaning and remedy of each finding, by code
 FINDINGS: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("findings.yaml").read_text())
@@ -198,8 +198,7 @@ class Checks:
                 is_full = answer["free_gib"] < DISK_LEAST_GIB
                 yield Finding("disk", client.name, what, client is first_client and is_full)
         if other_clients:
-            is_shared = all(answer.get("sees") for _, answer in answers)
-            if is_shared:
+            if all(answer.get("sees") for _, answer in answers):
                 self.notes.append(f"{folder} is shared by all hosts.")
             else:
                 sufficient = "The job uses the folder on the first host, which is sufficient."
@@ -254,11 +253,9 @@ class Checks:
 
 def deepspeed_problem(host: str) -> str | None:
     """Return the reason why `ssh HOST hostname` with the DeepSpeed launcher's options fails, or None."""
-    options = ["-o", "PasswordAuthentication=no", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
+    ssh = ["ssh", "-o", "PasswordAuthentication=no", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
     try:
-        completed = subprocess.run(
-            ["ssh", *options, host, "hostname"], capture_output=True, text=True, timeout=ASK_S, check=False
-        )
+        completed = subprocess.run([*ssh, host, "hostname"], capture_output=True, text=True, timeout=ASK_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         is_late = isinstance(error, subprocess.TimeoutExpired)
         return f"{NO_ANSWER} within {ASK_S} s" if is_late else str(error)
@@ -282,15 +279,13 @@ def check_hosts(hosts: list[Host], facts: Facts) -> Iterator[Finding]:
             is_broken = host_facts["devices"]["problem"]
             code = "old-driver" if host_facts["torch_cuda"] else "unusable-gpu"
             yield Finding("driver-broken" if is_broken else code, host.name, problem)
-        if gpus and max(host.devices) >= len(gpus):
+        if gpus and (slot := max(host.devices)) >= len(gpus):
             gpu_count = plural(len(gpus), "GPU")
-            what = (
-                f"the hostfile uses slot {max(host.devices)} (counted from 0), but the host has {gpu_count}"
-            )
+            what = f"the hostfile uses slot {slot} (counted from 0), but the host has {gpu_count}"
             yield Finding("slots", host.name, what)
-        for number in host.devices:
-            if number < len(gpus):
-                yield from _check_gpu(host.name, number, gpus[number])
+        for index in host.devices:
+            if index < len(gpus):
+                yield from _check_gpu(host.name, index, gpus[index])
         address = host_facts["own_name_is"]
         # Even in a job on one host, torchrun --standalone hangs if the host's name can't be resolved.
         if address is None or (len(hosts) > 1 and address.startswith("127.")):
@@ -312,7 +307,7 @@ def _driver_problem(host_facts: dict[str, Any]) -> str | None:
 
 def _check_gpu(host: str, index: int, gpu: dict[str, Any]) -> Iterator[Finding]:
     held_gib = gpu["memory_gib"] - gpu["free_gib"] if gpu["memory_gib"] else 0
-    if held_gib > HELD_PART * (gpu["memory_gib"] or 0):
+    if held_gib > TOLERATED_GPU_SHARE * (gpu["memory_gib"] or 0):
         holder = f" by process {', '.join(gpu['held_by'])}" if gpu["held_by"] else ""
         what = f"{held_gib:.1f} GiB of the memory of GPU {index} are already in use{holder}"
         yield Finding("device-memory", host, what, False)
@@ -320,9 +315,8 @@ def _check_gpu(host: str, index: int, gpu: dict[str, Any]) -> Iterator[Finding]:
         description = f"{gpu['name']}, compute capability {'.'.join(map(str, gpu['capability']))}"
         yield Finding("precision", host, f"GPU {index} ({description}) does not support bf16 natively", False)
     if not all(gpu["peers"]):
-        yield Finding(
-            "peer-access", host, f"GPU {index} can't directly access the memory of all other GPUs", False
-        )
+        what = f"GPU {index} can't directly access the memory of all other GPUs"
+        yield Finding("peer-access", host, what, False)
 
 
 def compare_hosts(facts: Facts) -> Iterator[Finding]:
@@ -333,17 +327,13 @@ def compare_hosts(facts: Facts) -> Iterator[Finding]:
         for name in sorted({name for host_facts in facts.values() for name in host_facts[code]}):
             values = {host: host_facts[code].get(name) for host, host_facts in facts.items()}
             comparisons.append((code, name, values, True))
-    has_gpus = {host: _presence(host_facts["devices"]["gpus"]) for host, host_facts in facts.items()}
+    has_gpus = {host: _gpu_presence(host_facts["devices"]["gpus"]) for host, host_facts in facts.items()}
     drivers = {host: host_facts["devices"]["driver"] for host, host_facts in facts.items()}
     nccl_versions = {host: host_facts["nccl"] for host, host_facts in facts.items()}
     data_facts = {host: host_facts["data"] or {} for host, host_facts in facts.items()}
     digests = {host: data["digest"] for host, data in data_facts.items() if "digest" in data}
-    comparisons += [
-        ("slots", "a GPU", has_gpus, True),
-        ("driver", "driver", drivers, False),
-        ("driver", "NCCL", nccl_versions, True),
-        ("data", "the content of --data", digests, True),
-    ]
+    comparisons += [("slots", "a GPU", has_gpus, True), ("data", "the content of --data", digests, True)]
+    comparisons += [("driver", "driver", drivers, False), ("driver", "NCCL", nccl_versions, True)]
     for code, name, values, fails in comparisons:
         usual_value = Counter(values.values()).most_common(1)[0][0] if values else None
         for host, value in values.items():
@@ -352,12 +342,11 @@ def compare_hosts(facts: Facts) -> Iterator[Finding]:
                 yield Finding(code, host, what, fails)
     for host, host_facts in facts.items():
         if abs(offset_s := host_facts["clock_off_s"]) > CLOCK_S:
-            yield Finding(
-                "clock", host, f"the host's clock differs from this machine's by {offset_s:+.1f} s", False
-            )
+            what = f"the host's clock differs from this machine's by {offset_s:+.1f} s"
+            yield Finding("clock", host, what, False)
 
 
-def _presence(gpus: list[Any]) -> str:
+def _gpu_presence(gpus: list[Any]) -> str:
     return "present" if gpus else "missing"
 
 

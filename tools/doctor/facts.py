@@ -33,8 +33,9 @@ from onecurve.system.processes import interface_problem, interface_to, listening
 from tools.launch.hosts import connection_addresses, event_line, requests
 
 PACKAGES = ("torch", "accelerate", "deepspeed", "timm", "numpy", "safetensors")
-SMALL, LARGE = 1, 2**24  # number of fp32 elements in the small (4 bytes) and the large (64 MiB) all-reduce
-ROUNDS = 5  # number of timed all-reduces per size
+# Number of fp32 elements in the small (4 bytes) and the large (64 MiB) all-reduce
+SMALL_ELEMENTS, LARGE_ELEMENTS = 1, 2**24
+MEASURED_ROUNDS = 5  # number of timed all-reduces per size
 
 _listening: list[socket.socket] = []  # listening sockets, which stay open until this process ends
 
@@ -219,12 +220,12 @@ def run_rank(within_s: float, gpu: bool) -> None:
         print(json.dumps({"built_for": built_for, "capability": capability}), flush=True)
 
     def measure_s(tensor: torch.Tensor) -> float:
-        """Return the median duration of ROUNDS all-reduces.
+        """Return the median duration of MEASURED_ROUNDS all-reduces.
 
         The first all-reduce opens connections and is ignored.
         """
         times = []
-        for _ in range(ROUNDS + 1):
+        for _ in range(MEASURED_ROUNDS + 1):
             began = time.perf_counter()
             dist.all_reduce(tensor)
             if gpu:
@@ -233,8 +234,8 @@ def run_rank(within_s: float, gpu: bool) -> None:
         return statistics.median(times[1:])
 
     dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=within_s))
-    latency_s = measure_s(torch.ones(SMALL, device=device))
-    gb_per_s = LARGE * 4 / 1e9 / measure_s(torch.ones(LARGE, device=device))
+    latency_s = measure_s(torch.ones(SMALL_ELEMENTS, device=device))
+    gb_per_s = LARGE_ELEMENTS * 4 / 1e9 / measure_s(torch.ones(LARGE_ELEMENTS, device=device))
     dist.barrier()
     answer = {"latency_s": latency_s, "gb_per_s": gb_per_s, "backend": dist.get_backend()}
     print(json.dumps(answer), flush=True)

@@ -28,7 +28,7 @@ WEIGHTS, CONFIG, CODE = "model.safetensors", "config.json", "model.py"
 MODEL_PY = Template(Path(__file__).with_name("model.py.j2").read_text(), keep_trailing_newline=True)
 OPSET = 20
 # timm config keys that describe the pretrained weights
-KEYS_OF_ORIGIN = ("tag", "license", "paper_ids", "paper_name", "origin_url", "notes")
+PRETRAINED_KEYS = ("tag", "license", "paper_ids", "paper_name", "origin_url", "notes")
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class Exported:
     sample: Tensor  # held-out images as model inputs [n, 3, S, S]
 
     @property
-    def is_timms(self) -> bool:
+    def is_timm_model(self) -> bool:
         return hasattr(self.model, "pretrained_cfg")
 
     @property
-    def preparation(self) -> dict[str, Any]:
+    def preprocessing_settings(self) -> dict[str, Any]:
         """Preprocessing settings, with timm's config keys."""
         size, (mean, std, crop) = self.recipe.image_size, self.preprocessing
         return {
@@ -77,15 +77,11 @@ def open_trained(
     """
     trained = find(location, which, scratch, lambda: None)
     if trained.recipe is None:
-        raise ValueError(
-            f"{trained.name} is a single file without a recipe. Specify the checkpoint folder or the run"
-            " folder."
-        )
+        problem = "is a single file without a recipe. Specify the checkpoint folder or the run folder"
+        raise ValueError(f"{trained.name} {problem}.")
     if "data" not in trained.recipe and not any(word.partition("=")[0] == "--data" for word in words):
-        raise ValueError(
-            f"{trained.name} does not record the path of the training data. Pass --data FOLDER with some of"
-            " the images."
-        )
+        remedy = "Pass --data FOLDER with some of the images."
+        raise ValueError(f"{trained.name} does not record the path of the training data. {remedy}")
     script, recipe, _ = open_script(trained, script_file, words)
     prepared = prepare_cache(recipe, lambda: None, is_evaluated=True)
     images = open_images(Path(prepared.folder), recipe)
@@ -112,22 +108,22 @@ def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
     Returns:
         Content of config.json without `trained_by`.
     """
-    if exported.is_timms:
+    if exported.is_timm_model:
         from timm.models import save_for_hf
 
         save_for_hf(
             exported.model,
             str(folder),
             model_config={"label_names": list(exported.classes)},
-            data_config=exported.preparation,
+            data_config=exported.preprocessing_settings,
             safe_serialization=True,
         )
         config = json.loads((folder / CONFIG).read_text())
-        for key in KEYS_OF_ORIGIN:  # these keys do not describe the trained weights
+        for key in PRETRAINED_KEYS:  # these keys do not describe the trained weights
             config["pretrained_cfg"].pop(key, None)
         config.get("model_args", {}).pop("num_classes", None)  # transformers passes num_classes separately
     else:
-        config = _write_with_code(exported, folder)
+        config = _write_weights_and_code(exported, folder)
     data = exported.recipe.data
     data = data if data in KNOWN or data.startswith("hub:") else f"./{Path(data).name}"
     recipe = recipe_part(exported.recipe) | {"data": data}
@@ -140,26 +136,23 @@ def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
     return config
 
 
-def _write_with_code(exported: Exported, folder: Path) -> dict[str, Any]:
+def _write_weights_and_code(exported: Exported, folder: Path) -> dict[str, Any]:
     from safetensors.torch import save_file
 
     script_text = Path(str(exported.script.__file__)).read_text()
     if (model_code := model_section(script_text)) is None:
-        raise ValueError(
-            f"{exported.script.__file__} does not contain a section `# --- Model`. Put the code of the model"
-            f" into this section, which export.py copies to {CODE}."
-        )
+        remedy = f"Put the code of the model into this section, which export.py copies to {CODE}."
+        raise ValueError(f"{exported.script.__file__} does not contain a section `# --- Model`. {remedy}")
     weights = {name: tensor.contiguous() for name, tensor in exported.model.state_dict().items()}
     save_file(weights, folder / WEIGHTS)
-    all_settings = vars(exported.recipe)
-    recipe = {name: all_settings[name] for name in all_settings if f"recipe.{name}" in model_code}
+    recipe = {name: value for name, value in vars(exported.recipe).items() if f"recipe.{name}" in model_code}
     (folder / CODE).write_text(MODEL_PY.render(script=exported.script.__name__, model=model_code))
     return {
         "architecture": type(exported.model).__name__,
         "num_classes": len(exported.classes),
         "label_names": exported.classes,
         "recipe": recipe,
-        **exported.preparation,
+        **exported.preprocessing_settings,
     }
 
 
@@ -168,7 +161,7 @@ def check_reloaded(exported: Exported, folder: Path) -> None:
 
     Loading fails if the script's Model section uses names that model.py does not import from torch.
     """
-    if exported.is_timms:
+    if exported.is_timm_model:
         import timm
 
         loaded = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
@@ -177,9 +170,8 @@ def check_reloaded(exported: Exported, folder: Path) -> None:
             sys.dont_write_bytecode = True  # don't write __pycache__ into the exported folder
             loaded = load_script(folder / CODE).load(folder)
         except NameError as error:
-            raise ValueError(
-                f"{exported.script.__file__}: the Model section uses {error.name}. {MOVE}"
-            ) from None
+            problem = f"the Model section uses {error.name}. {MOVE}"
+            raise ValueError(f"{exported.script.__file__}: {problem}") from None
     with torch.inference_mode():
         if not torch.equal(loaded(exported.sample), exported.model(exported.sample)):
             raise ValueError("the export failed, because the reloaded model computes different logits")
@@ -202,11 +194,8 @@ def write_onnx(exported: Exported, config: dict[str, Any], file: Path) -> None:
         verbose=False,
     )
     assert program is not None
-    metadata = {
-        **exported.preparation,
-        "label_names": exported.classes,
-        "architecture": config["architecture"],
-    }
+    metadata = exported.preprocessing_settings | {"label_names": exported.classes}
+    metadata["architecture"] = config["architecture"]
     program.model.metadata_props.update({name: json.dumps(value) for name, value in metadata.items()})
     program.save(file, external_data=False)
 

@@ -100,9 +100,8 @@ class Inference:
             trained = find(str(download(name)), self.which, scratch, heartbeat)
             return dataclasses.replace(trained, name=f"timm/{name}", reports=f"validation/{name}")
         if "://" not in location and not Path(location).exists():
-            raise ValueError(
-                f"{location} does not exist. To use a timm model with this name, add --pretrained."
-            )
+            remedy = "To use a timm model with this name, add --pretrained."
+            raise ValueError(f"{location} does not exist. {remedy}")
         trained = find(location, self.which, scratch, heartbeat)
         if self.model and not self.script and trained.recipe is None:
             return of_model(trained, timm_name(self.model))
@@ -142,7 +141,7 @@ def pixels_of(split: Split, ids: np.ndarray, recipe: ImageRecipe, crop: Crop) ->
     return next(iter(batches)).images
 
 
-def keep_features(model: Any) -> list[np.ndarray]:
+def record_head_inputs(model: Any) -> list[np.ndarray]:
     """Record the inputs of the model's head.
 
     The head is the first classifier of a timm model, or the last linear layer of any other model.
@@ -150,16 +149,18 @@ def keep_features(model: Any) -> list[np.ndarray]:
     Returns:
         List to which each forward pass appends a float32 array [B, features].
     """
-    linear = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
-    head = model.get_classifier() if hasattr(model, "get_classifier") else linear[-1]
-    features: list[np.ndarray] = []
+    linear_layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    head = model.get_classifier() if hasattr(model, "get_classifier") else linear_layers[-1]
     head = head[0] if isinstance(head, tuple) else head
-    head.register_forward_pre_hook(
-        lambda _, inputs: features.append(inputs[0].flatten(1).float().cpu().numpy())
-    )
+    features: list[np.ndarray] = []
+
+    def keep_input(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        features.append(inputs[0].flatten(1).float().cpu().numpy())
+
+    head.register_forward_pre_hook(keep_input)
     return features
 
 
-def own_words(words: list[str]) -> list[str]:
+def without_local_rank(words: list[str]) -> list[str]:
     """Return command-line words without the --local_rank flag that DeepSpeed's launcher adds."""
     return [word for word in words if not word.startswith("--local_rank")]

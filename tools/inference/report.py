@@ -14,11 +14,11 @@ from onecurve.system.paths import ROOT
 from onecurve.upstream.packages_ import import_evaluate
 
 METRICS = ("classification", "top_k", "calibration")  # module names in tools/inference/metrics/
-TOP, BINS, WORST = 5, 15, 24
-TIMED = 1000  # minimum number of images for reporting throughput, because decoders need time to start
+TOP_CLASSES, CALIBRATION_BINS, WORST_IMAGES = 5, 15, 24
+TIMED_IMAGES = 1000  # minimum number of images for reporting throughput, because decoders need time to start
 PRINTED_CLASSES = 20  # maximum number of classes for which all classes and the confusion matrix are printed
 WORST_CLASSES = 10  # number of printed classes if there are more than PRINTED_CLASSES classes
-NAME = 24  # maximum number of printed characters in a class name
+MAX_NAME_CHARACTERS = 24  # maximum number of printed characters in a class name
 PER_CLASS = ("precision", "recall", "f1", "specificity", "support")
 FILES = ("worst.png", "confusion.png", "predictions.csv", "report.json")
 COLUMNS = ("id", "file", "label", "predicted", "probability")  # columns of predictions.csv, keys of "worst"
@@ -44,13 +44,13 @@ def measure(rows: Rows, name_of: NameOf, classes: int, scratch: Path) -> dict[st
 
         confusion = {"mistakes": frequent_mistakes(rows["label"], rows["predicted"], classes)}
     mistakes = np.flatnonzero(rows["predicted"] != rows["label"])
-    worst = mistakes[np.argsort(-rows["probability"][mistakes], kind="stable")][:WORST]
+    worst = mistakes[np.argsort(-rows["probability"][mistakes], kind="stable")][:WORST_IMAGES]
     return {
         "images": len(rows["id"]),
         "loss": float(rows["loss"].mean()),
         "top1": by_class["accuracy"],
         "top5": top_k.compute(predictions=rows["top"], references=rows["label"])["top_k"],
-        **calibration.compute(**pairs, probabilities=rows["probability"], bins=BINS),
+        **calibration.compute(**pairs, probabilities=rows["probability"], bins=CALIBRATION_BINS),
         "per_class": {name: by_class[name] for name in PER_CLASS},
         **confusion,
         "worst": [dict(zip(COLUMNS, cells, strict=True)) for cells in _image_rows(rows, name_of, worst)],
@@ -69,10 +69,8 @@ def _image_rows(
 def load_metrics(scratch: Path) -> list[Any]:
     """Load the modules in METRICS with the `evaluate` package, which copies them to `scratch`."""
     evaluate = import_evaluate(scratch)
-    folder = ROOT / "tools" / "inference" / "metrics"
-    return [
-        evaluate.load(str(folder / name), keep_in_memory=True, cache_dir=str(scratch)) for name in METRICS
-    ]
+    modules = [str(ROOT / "tools" / "inference" / "metrics" / name) for name in METRICS]
+    return [evaluate.load(module, keep_in_memory=True, cache_dir=str(scratch)) for module in modules]
 
 
 def write_report(
@@ -114,7 +112,7 @@ def print_report(summary: dict[str, Any], title: str) -> None:
     from rich.console import Console
 
     console = Console(markup=False, highlight=False)
-    classes, per_class = [name[:NAME] for name in summary["classes"]], summary["per_class"]
+    classes, per_class = [name[:MAX_NAME_CHARACTERS] for name in summary["classes"]], summary["per_class"]
     overview = [
         ("images", f"{summary['images']:,}"),
         ("top-1 accuracy", f"{summary['top1']:.4f}"),
@@ -122,18 +120,16 @@ def print_report(summary: dict[str, Any], title: str) -> None:
         ("loss", f"{summary['loss']:.4f}"),
         ("expected calibration error", f"{summary['expected_calibration_error']:.4f}"),
         ("preprocessing", preprocessing_text(summary)),
-        *[("throughput", f"{summary['images_per_s']:,.0f} images/s")] * (summary["images"] >= TIMED),
+        *[("throughput", f"{summary['images_per_s']:,.0f} images/s")] * (summary["images"] >= TIMED_IMAGES),
         ("processes", f"{summary['processes']} x {summary['device']}"),
     ]
     console.print(rich_table(title, ["metric", "value"], overview))
     shows_all = len(classes) <= PRINTED_CLASSES
     with_images = [index for index, images in enumerate(per_class["support"]) if images]
     by_f1 = sorted(with_images, key=lambda index: per_class["f1"][index])
+    formats = {name: "{:,}" if name == "support" else "{:.4f}" for name in PER_CLASS}
     rows = [
-        (
-            classes[index],
-            *(f"{per_class[name][index]:{',' if name == 'support' else '.4f'}}" for name in PER_CLASS),
-        )
+        (classes[index], *(text.format(per_class[name][index]) for name, text in formats.items()))
         for index in (range(len(classes)) if shows_all else by_f1[:WORST_CLASSES])
     ]
     heading = "metrics by class" if shows_all else f"metrics of the {len(rows)} classes with the lowest F1"
@@ -143,24 +139,19 @@ def print_report(summary: dict[str, Any], title: str) -> None:
         console.print(rich_table("most frequently confused classes", ["true", "predicted", "images"], pairs))
     if not shows_all:
         return
-    confusion_rows = [
-        (f"{index} {classes[index]}", *map(str, row)) for index, row in enumerate(summary["confusion"])
-    ]
-    matrix = rich_table(
-        "confusion matrix with one row per true class",
-        ["true", *map(str, range(len(classes)))],
-        confusion_rows,
-    )
+    counts = enumerate(summary["confusion"])
+    confusion_rows = [(f"{index} {classes[index]}", *map(str, row)) for index, row in counts]
+    columns = ["true", *map(str, range(len(classes)))]
+    matrix = rich_table("confusion matrix with one row per true class", columns, confusion_rows)
     if console.measure(matrix, options=console.options.update(max_width=10_000)).maximum <= console.width:
         console.print(matrix)
 
 
 def preprocessing_text(summary: dict[str, Any]) -> str:
     """Return a short description of the model's input preprocessing."""
-    preprocessing = summary["preprocessing"]
-    crop = (
-        f"crop {preprocessing['crop_pct']:g} {preprocessing['crop_mode']}" if summary["cropped"] else "whole"
-    )
+    preprocessing, crop = summary["preprocessing"], "whole"
+    if summary["cropped"]:
+        crop = f"crop {preprocessing['crop_pct']:g} {preprocessing['crop_mode']}"
     return f"{preprocessing['image_size']} pixels, {preprocessing['interpolation']}, {crop}"
 
 

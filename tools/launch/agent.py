@@ -35,14 +35,14 @@ GRACE_S = 40  # seconds from `stop` to SIGKILL; launchers kill their processes 3
 SUSPENDED = "is suspended by a signal (SIGSTOP or a debugger), and the other ranks waited for this process"
 
 # Queue of requests, with a `signal` entry for each signal that this process receives
-Queue = queue.SimpleQueue[tuple[str, dict[str, Any]]]
+Inbox = queue.SimpleQueue[tuple[str, dict[str, Any]]]
 
 _writing = threading.Lock()  # held by the thread that writes a line to launch.py
 
 
 def main() -> None:
     processes.adopt_orphans()
-    received: Queue = queue.SimpleQueue()
+    received: Inbox = queue.SimpleQueue()
     for signal_number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(signal_number, lambda *_: received.put(("signal", {})))
     threading.Thread(target=_receive_requests, args=(received,), daemon=True).start()
@@ -59,7 +59,7 @@ def main() -> None:
         sys.exit(_run_job(arguments, EventReader(Path(folder) / "events"), received))
 
 
-def _run_job(arguments: dict[str, Any], events: EventReader, received: Queue) -> int:
+def _run_job(arguments: dict[str, Any], events: EventReader, received: Inbox) -> int:
     """Run the job's processes on this host, and return the launcher's exit status.
 
     Args:
@@ -99,7 +99,7 @@ def _send_new_events(events: EventReader, statuses: set[int]) -> None:
             _send_line(event_line(**event))
 
 
-def _receive_requests(received: Queue) -> None:
+def _receive_requests(received: Inbox) -> None:
     for request in requests():
         received.put(request)
     received.put(("stop", {}))
@@ -108,9 +108,8 @@ def _receive_requests(received: Queue) -> None:
 def _send_heartbeats() -> None:
     """Send an event that describes this host, and then send heartbeats forever."""
     has_gpus = any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
-    _send_line(
-        event_line("hello", hostname=socket.gethostname(), has_gpus=has_gpus, **connection_addresses())
-    )
+    hostname = socket.gethostname()
+    _send_line(event_line("hello", hostname=hostname, has_gpus=has_gpus, **connection_addresses()))
     while True:
         time.sleep(ALIVE_S)
         _send_line(event_line("alive"))
@@ -126,10 +125,8 @@ def _start_launcher(arguments: dict[str, Any]) -> subprocess.Popen[bytes]:
         address, port = arguments["master"]
         interface, local_address = processes.interface_to(address)
         if local_address.startswith("127."):
-            raise ValueError(
-                f"the first host's address {address} is a loopback address on this host. Pass --master_addr"
-                " with an address that all hosts can reach."
-            )
+            problem = f"the first host's address {address} is a loopback address on this host"
+            raise ValueError(f"{problem}. Pass --master_addr with an address that all hosts can reach.")
         env = processes.use_interface(interface) | env
         if arguments["first"]:
             _check_port(port)
@@ -169,7 +166,7 @@ def _check_port(port: int) -> None:
 
 
 def _wait_for_end(
-    launcher: subprocess.Popen[bytes], received: Queue, pass_on_events: Callable[[], None], is_elastic: bool
+    launcher: subprocess.Popen[bytes], received: Inbox, pass_on_events: Callable[[], None], is_elastic: bool
 ) -> int:
     """Wait until the child process and all of its descendants have ended, and return the child's exit status.
 
@@ -213,9 +210,9 @@ def _send_line(text: str) -> None:
     _write_bytes(f"{text}\n".encode())
 
 
-def _write_bytes(data: bytes) -> None:
+def _write_bytes(output: bytes) -> None:
     with _writing, contextlib.suppress(OSError):
-        os.write(sys.stdout.fileno(), data)
+        os.write(sys.stdout.fileno(), output)
 
 
 if __name__ == "__main__":

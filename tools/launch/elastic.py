@@ -74,12 +74,12 @@ class ElasticJob(Launcher):
         self.plan_for, self.read_hosts = plan_for, read_hosts
         self.min_hosts, self.max_hosts = min_hosts, max_hosts
         self.name, self.rounds = uuid.uuid4().hex, itertools.count(1)
-        self.most = min(max_hosts or len(self.hosts), len(self.hosts))
-        self.away: dict[str, str] = {}  # why a host does not respond, by host
+        self.most_hosts = min(max_hosts or len(self.hosts), len(self.hosts))
+        self.unreachable: dict[str, str] = {}  # why a host does not respond, by host
         self.leaves_until: dict[str, float] = {}  # time.monotonic() at which a host may join again, by host
         self.refusals: dict[str, int] = {}  # number of exclusions since a host last trained, by host
-        self.waiting: dict[str, str] = {}  # why an available host can't take part in a round, by host
-        self.proven: set[str] = set()  # names of the hosts that have trained a step
+        self.waiting_reasons: dict[str, str] = {}  # why an available host can't take part in a round, by host
+        self.trained_hosts: set[str] = set()  # names of the hosts that have trained a step
         self.next_try = 0.0
         self.mistake = ""  # most recently reported hostfile mistake
         self.members = []  # connections to this round's hosts, starting with the first host
@@ -88,13 +88,13 @@ class ElasticJob(Launcher):
         self.fenced_at = 0.0  # time.monotonic() until which a lost first host may still write files
         self.larger_since: float | None = None  # time.monotonic() when a larger round became possible
         self.leavers: dict[str, str] = {}  # why a host in this round is leaving, by host
-        self.first: str | None = None  # first host's name in the last round that trained
+        self.first_name: str | None = None  # first host's name in the last round that trained
         self.batch: dict[str, int] = {}  # values of the `batch` event: batch_size, per_device
         self.began: dict[str, Any] = {}  # newest `began` event: step, in_s3, is_shared
         self.is_training = self.is_finished = False  # states of this round and of the entire training run
         self.step = 0  # latest step in all rounds
         self.changed_at: float | None = None  # time.monotonic() when the last change of hosts began
-        self.fruitless = 0  # number of consecutive failed rounds without a new checkpoint
+        self.fruitless_rounds = 0  # number of consecutive failed rounds without a new checkpoint
 
     def run(self) -> int:
         """Run the job and return its exit status.
@@ -134,9 +134,8 @@ class ElasticJob(Launcher):
         while not self.signals:
             self._connect_missing()
             ready, waited_s = self._ready(), time.monotonic() - start_s
-            expected_hosts = [
-                host for host in self.hosts if host.name not in self.away and not self._is_excluded(host)
-            ]
+            responding = [host for host in self.hosts if host.name not in self.unreachable]
+            expected_hosts = [host for host in responding if not self._is_excluded(host)]
             chosen = self._choose(ready) if time.monotonic() > self.fenced_at else None
             if chosen and (len(ready) >= len(expected_hosts) or waited_s > patience_s):
                 return chosen
@@ -148,10 +147,9 @@ class ElasticJob(Launcher):
 
     def _connect_missing(self) -> None:
         """Connect to all hosts without an agent. Retry hosts that did not respond every RETRY_S."""
-        now = time.monotonic()
-        is_retry = now > self.next_try
-        if is_retry:
-            self.next_try = now + RETRY_S
+        now_s = time.monotonic()
+        if is_retry := now_s > self.next_try:
+            self.next_try = now_s + RETRY_S
             self._read_hosts_again()
         for host in self.hosts:
             current = self._connection(host.name)
@@ -159,7 +157,7 @@ class ElasticJob(Launcher):
                 continue
             # Also connect to hosts that are leaving, because a different machine may soon respond under the
             # same name.
-            if is_retry or host.name not in self.away:
+            if is_retry or host.name not in self.unreachable:
                 if current:
                     self.connections.remove(current)
                 self.connect(host)
@@ -179,11 +177,10 @@ class ElasticJob(Launcher):
             self.log(f"new hosts in the hostfile: {', '.join(added_names)}")
             self.names += [name for name in added_names if name not in self.names]
         self.hosts = hosts
-        self.leaves_until = {
-            host_name: until for host_name, until in self.leaves_until.items() if host_name in new_names
-        }
+        leaves_until = self.leaves_until.items()
+        self.leaves_until = {name: until for name, until in leaves_until if name in new_names}
         if not self.began:  # `most` is part of the run's name and can't change after the first round
-            self.most = max(self.most, min(self.max_hosts or len(hosts), len(hosts)))
+            self.most_hosts = max(self.most_hosts, min(self.max_hosts or len(hosts), len(hosts)))
 
     def _connection(self, name: str) -> HostConnection | None:
         return next((connection for connection in self.connections if connection.host.name == name), None)
@@ -192,20 +189,18 @@ class ElasticJob(Launcher):
         return time.monotonic() < self.leaves_until.get(host.name, 0)
 
     def _ready(self) -> list[HostConnection]:
-        """Return connections to all hosts that can take part in a round, starting with `self.first`."""
+        """Return connections to all hosts that can take part in a round, starting with `self.first_name`."""
         allowed_names = [host.name for host in self.hosts if not self._is_excluded(host)]
         connections = filter(None, map(self._connection, allowed_names))
         ready = [connection for connection in connections if connection.hello and connection.status is None]
-        return sorted(ready, key=lambda connection: connection.host.name != self.first)
+        return sorted(ready, key=lambda connection: connection.host.name != self.first_name)
 
     def _choose(self, ready: list[HostConnection]) -> list[HostConnection] | None:
         """Return connections to the hosts of the largest possible round, or None if no round is possible."""
-        if self._needs_first_host() and not (ready and ready[0].host.name == self.first):
+        if self._needs_first_host() and not (ready and ready[0].host.name == self.first_name):
             return None
-        largest_count = min(len(ready), self.max_hosts or len(ready))
-        possible_counts = [
-            count for count in range(self.min_hosts, largest_count + 1) if self._can_share_batch(count)
-        ]
+        host_counts = range(self.min_hosts, min(len(ready), self.max_hosts or len(ready)) + 1)
+        possible_counts = [count for count in host_counts if self._can_share_batch(count)]
         return ready[: possible_counts[-1]] if possible_counts else None
 
     def _needs_first_host(self) -> bool:
@@ -239,8 +234,8 @@ class ElasticJob(Launcher):
             return
         self.larger_since = self.larger_since or time.monotonic()
         if time.monotonic() - self.larger_since > SETTLE_S:
-            joining_names = [connection.host.name for connection in chosen if connection not in self.members]
-            self._stop_round(f"{', '.join(joining_names)} {'joins' if len(joining_names) == 1 else 'join'}")
+            joining = [connection.host.name for connection in chosen if connection not in self.members]
+            self._stop_round(f"{', '.join(joining)} {'joins' if len(joining) == 1 else 'join'}")
 
     def _report_waiting_hosts(self, names: list[str]) -> None:
         """Print, once per reason, why available hosts can't take part in a round."""
@@ -251,9 +246,9 @@ class ElasticJob(Launcher):
             process_count = plural(len(self.hosts[0].devices), "process")
             host_group = f"{host_count} with {process_count} each"
             reason = f"the {micro_batches} micro-batches of a step can't be divided evenly among {host_group}"
-        if newly_waiting := [name for name in names if self.waiting.get(name) != reason]:
+        if newly_waiting := [name for name in names if self.waiting_reasons.get(name) != reason]:
             self.log(f"{', '.join(newly_waiting)} {'waits' if len(newly_waiting) == 1 else 'wait'}: {reason}")
-        self.waiting = dict.fromkeys(names, reason)
+        self.waiting_reasons = dict.fromkeys(names, reason)
 
     # --- Rounds
 
@@ -264,7 +259,7 @@ class ElasticJob(Launcher):
         host_names = ", ".join(member.host.name for member in chosen)
         size = f"{plural(len(chosen), 'host')}, {plural(plan.processes, 'process')}"
         self.log(f"starting on {size}: {host_names}")
-        env = {MOST_HOSTS: str(self.most), ROUND: str(next(self.rounds))}
+        env = {MOST_HOSTS: str(self.most_hosts), ROUND: str(next(self.rounds))}
         if self.began:
             env[PER_DEVICE] = str(self.batch["per_device"])
         elif remark := plan.remark(chosen):
@@ -280,7 +275,7 @@ class ElasticJob(Launcher):
     def on_event(self, connection: HostConnection, event: dict[str, Any]) -> None:
         super().on_event(connection, event)
         host_name = connection.host.name
-        if event["event"] == "hello" and self.away.pop(host_name, None):
+        if event["event"] == "hello" and self.unreachable.pop(host_name, None):
             self.log(f"{host_name} responds again")
         if connection not in self.members:
             return
@@ -298,16 +293,15 @@ class ElasticJob(Launcher):
     def _on_begin(self, event: dict[str, Any]) -> None:
         first_host = self.members[0].host.name
         if not self.began and not (event["in_s3"] or event["is_shared"]):
-            self.log(
-                f"the job can't continue without {first_host}, because only this host's disk stores the"
-                " checkpoints. To avoid this dependency, pass --s3 or a shared --model_folder"
-            )
+            remedy = "To avoid this dependency, pass --s3 or a shared --model_folder"
+            reason = "only this host's disk stores the checkpoints"
+            self.log(f"the job can't continue without {first_host}, because {reason}. {remedy}")
         if event["step"] > self.began.get("step", -1):
-            self.fruitless = 0
+            self.fruitless_rounds = 0
         if self.began:
             repeated_steps = max(0, self.step - event["step"])
             self.log(f"continuing at step {event['step']:,} and repeating {plural(repeated_steps, 'step')}")
-        self.began, self.first, self.is_training = event, first_host, True
+        self.began, self.first_name, self.is_training = event, first_host, True
 
     def _on_step(self, step: int) -> None:
         if self.changed_at and not self.stopping and step > self.began["step"]:
@@ -315,12 +309,9 @@ class ElasticJob(Launcher):
             self.log(f"reached step {step:,} {elapsed_s:.0f} s after the change of hosts")
             self.changed_at = None
         if step > self.began["step"]:
-            self.proven |= (trained_names := {member.host.name for member in self.members})
-            self.refusals = {
-                host_name: exclusions
-                for host_name, exclusions in self.refusals.items()
-                if host_name not in trained_names
-            }
+            self.trained_hosts |= (trained_names := {member.host.name for member in self.members})
+            refusals = self.refusals.items()
+            self.refusals = {name: count for name, count in refusals if name not in trained_names}
         self.step = max(self.step, step)
 
     def on_end(self, connection: HostConnection, status: int) -> None:
@@ -328,9 +319,9 @@ class ElasticJob(Launcher):
             return
         connection.status, host_name = status, connection.host.name
         if connection.hello is None or status == SSH_FAILED:
-            if host_name not in self.away and not self.signals:
+            if host_name not in self.unreachable and not self.signals:
                 self.log(f"{host_name} does not respond: {failure_cause(connection)[1]}")
-            self.away[host_name] = failure_cause(connection)[1]
+            self.unreachable[host_name] = failure_cause(connection)[1]
             self.leaves_until.pop(host_name, None)  # a different machine may soon respond under the same name
         if connection not in self.members or status == 0:
             return
@@ -341,7 +332,7 @@ class ElasticJob(Launcher):
         self._stop_round("the processes on a host have ended")
 
     def on_line(self, connection: HostConnection, line: str) -> None:
-        if connection.hello is None and connection.host.name in self.away:
+        if connection.hello is None and connection.host.name in self.unreachable:
             connection.record(line)  # only logged, because an earlier attempt has printed the same line
         else:
             super().on_line(connection, line)
@@ -368,7 +359,7 @@ class ElasticJob(Launcher):
             if not self.leavers:
                 self.log(self.stopping)
             return None
-        if not lost_names and not self.proven and not self.is_training:
+        if not lost_names and not self.trained_hosts and not self.is_training:
             # Before the first training step, only a different number of hosts can prevent the failure.
             if not self.batch or self._can_share_batch(len(self.members)) or not self._choose(self.members):
                 return fail(self._failure_text())
@@ -376,13 +367,12 @@ class ElasticJob(Launcher):
             return None
         if not lost_names and self._exclude_faulty_hosts():
             return None
-        after_step = f"after step {self.step:,}"
         if lost_names:
-            self.log(f"{', '.join(lost_names)} lost {after_step}")
+            self.log(f"{', '.join(lost_names)} lost after step {self.step:,}")
         else:
-            self.log(f"failed {after_step}: {self._failure_text()}")
-        self.fruitless += 1
-        if self.fruitless > FRUITLESS_ROUNDS:
+            self.log(f"failed after step {self.step:,}: {self._failure_text()}")
+        self.fruitless_rounds += 1
+        if self.fruitless_rounds > FRUITLESS_ROUNDS:
             return fail(f"{FRUITLESS_ROUNDS} rounds failed without a new checkpoint: {self._failure_text()}")
         return None
 
@@ -397,16 +387,13 @@ class ElasticJob(Launcher):
         if (first_failed := self._first_failure()) is None:
             return False
         rating, cause = failure_cause(first_failed)
-        suspects = [member for member in self.members if member.host.name not in self.proven]
+        suspects = [member for member in self.members if member.host.name not in self.trained_hosts]
         if not suspects and not self.is_training and rating <= 1:
             suspects = [first_failed]
         # If the hosts disagree, all hosts report the disagreement, and the message names the host that
         # differs.
-        named = [
-            suspect
-            for suspect in suspects
-            if suspect.hello and re.search(rf"\bhost {suspect.hello['hostname']}\b", cause)
-        ]
+        hostnames = [(suspect, suspect.hello["hostname"]) for suspect in suspects if suspect.hello]
+        named = [suspect for suspect, name in hostnames if re.search(rf"\bhost {name}\b", cause)]
         faulty = named or ([first_failed] if first_failed in suspects else suspects)
         if not faulty or not self._choose([member for member in self.members if member not in faulty]):
             return False
@@ -425,23 +412,22 @@ class ElasticJob(Launcher):
         failed_members = [member for member in self.members if member.status not in (0, PREEMPTED)]
 
         def likelihood(member: HostConnection) -> tuple[int, bool]:
-            return failure_cause(member)[0], member.host.name in self.proven
+            return failure_cause(member)[0], member.host.name in self.trained_hosts
 
         return min(failed_members, key=likelihood, default=None)
 
     def _failure_text(self) -> str:
         if (first_failed := self._first_failure()) is None:
             return "all hosts received a request to stop"
-        return (
-            f"{first_failed.host.name}: {failure_cause(first_failed)[1]}. See the log {first_failed.log_file}"
-        )
+        cause = failure_cause(first_failed)[1]
+        return f"{first_failed.host.name}: {cause}. See the log {first_failed.log_file}"
 
     def _end_without_hosts(self) -> int:
         if self.signals:
             return self.end_preempted() if self.began else 128 + self.signals[0]
         available = ", ".join(connection.host.name for connection in self._ready()) or "none"
         if self._needs_first_host():
-            problem = f"{self.first}, which stores the checkpoints, did not respond within {WAIT_S} s"
+            problem = f"{self.first_name}, which stores the checkpoints, did not respond within {WAIT_S} s"
         else:
             problem = f"too few hosts responded within {WAIT_S} s"
         message = f"{problem} (available hosts: {available} of {', '.join(self.names)})"

@@ -49,20 +49,14 @@ def add_host_flags(parser: argparse.ArgumentParser, hostfile: Path | None = None
     hostfile_help = "File with one line `NAME slots=N` for each host. Default: hostfile."
     add("--hostfile", type=Path, default=hostfile, metavar="FILE", help=hostfile_help)
     example = "`worker-1@worker-2:0,2` selects all GPUs on worker-1, and GPUs 0 and 2 on worker-2."
-    add(
-        "--include",
-        default="",
-        metavar="HOSTS",
-        help=f"Hosts and GPUs to use. {example} Default: all hosts and GPUs.",
-    )
+    include_help = f"Hosts and GPUs to use. {example} Default: all hosts and GPUs."
+    add("--include", default="", metavar="HOSTS", help=include_help)
     exclude_help = "Hosts and GPUs to exclude, in the same format as --include."
     add("--exclude", default="", metavar="HOSTS", help=exclude_help)
     port_help = "Port on the first host that the other hosts connect to. Default: %(default)s."
     add("--port", type=int, default=29500, metavar="N", help=port_help)
-    address_help = (
-        "Address at which all other hosts can reach the first host. Default: the address that ssh connects"
-        " to."
-    )
+    address_help = "Address at which all other hosts can reach the first host."
+    address_help += " Default: the address that ssh connects to."
     add("--master_addr", metavar="ADDRESS", help=address_help)
 
 
@@ -90,8 +84,7 @@ def read_hostfile(path: Path) -> list[Host]:
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip() and not line.strip().startswith("#"):
             host = _parse_host(line.strip(), f"{path}, line {number}")
-            if host.name in line_numbers:
-                earlier = line_numbers[host.name]
+            if earlier := line_numbers.get(host.name):
                 problem = f"{host.name} already appears in line {earlier}. Remove one of the lines."
                 raise ValueError(f"{path}, line {number}: {problem}")
             line_numbers[host.name] = number
@@ -101,7 +94,7 @@ def read_hostfile(path: Path) -> list[Host]:
     return hosts
 
 
-def select(hosts: list[Host], include: str = "", exclude: str = "") -> list[Host]:
+def select_hosts(hosts: list[Host], include: str = "", exclude: str = "") -> list[Host]:
     """Apply DeepSpeed's filters to a list of hosts, and return the remaining hosts in the same order.
 
     For example, the filter `worker-1@worker-2:0,2` selects all GPUs on worker-1 and two GPUs on worker-2.
@@ -117,8 +110,7 @@ def select(hosts: list[Host], include: str = "", exclude: str = "") -> list[Host
     remaining = []
     for host in hosts:
         named = named_devices.get(host.name, set())
-        devices = [device for device in host.devices if (device in named) == bool(include)]
-        if devices:
+        if devices := [device for device in host.devices if (device in named) == bool(include)]:
             remaining.append(Host(host.name, tuple(devices)))
     if not remaining:
         raise ValueError(f"{flag} {filter_text} excludes all hosts. Keep at least one host.")
@@ -131,14 +123,11 @@ def _parse_host(line: str, position: str) -> Host:
         raise ValueError(f"{position}: expected `name slots=N`, found `{line}`")
     name, slots = fields[1], fields[2].lstrip("0")
     if not NAME.fullmatch(name):
-        raise ValueError(
-            f"{position}: {name} is not a valid host name. Use letters, digits, dots, - and _. Specify a user"
-            " or a port in ~/.ssh/config."
-        )
+        remedy = "Use letters, digits, dots, - and _. Specify a user or a port in ~/.ssh/config."
+        raise ValueError(f"{position}: {name} is not a valid host name. {remedy}")
     if len(slots) > 3:
-        raise ValueError(
-            f"{position}: {name} has more than 999 slots. Set slots to the number of GPUs on the host."
-        )
+        remedy = "Set slots to the number of GPUs on the host."
+        raise ValueError(f"{position}: {name} has more than 999 slots. {remedy}")
     if not slots:
         raise ValueError(f"{position}: {name} has no slots. Remove the line, or pass --exclude {name}.")
     return Host(name, tuple(range(int(slots))))
@@ -155,20 +144,15 @@ def _parse_filter(flag: str, filter_text: str, hosts: list[Host]) -> dict[str, s
     for entry in filter_text.split("@"):
         name, colon, devices = entry.partition(":")
         if name not in devices_by_host:
-            raise ValueError(
-                f"{flag} {filter_text}: the host {name} is not in the hostfile. Choose from"
-                f" {', '.join(devices_by_host)}."
-            )
+            problem = f"the host {name} is not in the hostfile. Choose from {', '.join(devices_by_host)}."
+            raise ValueError(f"{flag} {filter_text}: {problem}")
         if colon and not re.fullmatch(r"\d{1,9}(,\d{1,9})*", devices):
-            raise ValueError(
-                f"{flag} {filter_text}: expected slot numbers after {name}, for example `{name}:0,2`"
-            )
+            problem = f"expected slot numbers after {name}, for example `{name}:0,2`"
+            raise ValueError(f"{flag} {filter_text}: {problem}")
         indices = {int(device) for device in devices.split(",")} if colon else set()
         if unknown_indices := indices - set(devices_by_host[name]):
-            raise ValueError(
-                f"{flag} {filter_text}: {name} has no slot {min(unknown_indices)}. The slots on {name} are"
-                f" numbered from 0 to {len(devices_by_host[name]) - 1}."
-            )
+            slots = f"The slots on {name} are numbered from 0 to {len(devices_by_host[name]) - 1}."
+            raise ValueError(f"{flag} {filter_text}: {name} has no slot {min(unknown_indices)}. {slots}")
         named_devices[name] = named_devices.get(name, set()) | indices
     return {name: indices or set(devices_by_host[name]) for name, indices in named_devices.items()}
 
@@ -178,7 +162,7 @@ SSH: tuple[str, ...] = ("ssh", "-T", "-x", "-a", "-o", "BatchMode=yes", "-o", "S
 SSH += ("-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4")
 SSH += ("-o", "ControlMaster=no", "-o", "ControlPath=none")  # a shared connection ignores other options
 SSH_FAILED = 255  # ssh's exit status if ssh itself fails
-EVENT = "\x1eevent "  # start of an event; a shell may print a window title before the event
+EVENT_MARK = "\x1eevent "  # start of an event; a shell may print a window title before the event
 
 
 @dataclass(eq=False)
@@ -199,7 +183,7 @@ class Connection:
         """Yield the module's events, and all its other output as lines of text, until the module ends."""
         assert self.process.stdout
         for line in self.process.stdout:
-            text, event_mark, event = line.rstrip("\n").partition(EVENT)
+            text, event_mark, event = line.rstrip("\n").partition(EVENT_MARK)
             if text or not event_mark:
                 yield text
             with contextlib.suppress(json.JSONDecodeError):  # raised for other or incomplete lines
@@ -215,7 +199,7 @@ def requests() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def event_line(event: str, **facts: Any) -> str:
-    return EVENT + json.dumps({"event": event} | facts)
+    return EVENT_MARK + json.dumps({"event": event} | facts)
 
 
 def start_on(host: str, module: str) -> subprocess.Popen[str]:

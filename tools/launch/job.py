@@ -15,6 +15,7 @@ from tools.launch.hosts import SSH_FAILED, Host, master_address
 from tools.launch.launcher import CONNECT_S, HostConnection, Launcher, selected_devices
 
 USE_CPU = "ACCELERATE_USE_CPU"
+SELECTS_CPU = rf"^\s*(from|import) onecurve\b|cpu=True|{USE_CPU}"  # text of scripts that select the CPU
 # Start of the lines that ssh prints about a lost connection
 SSH_ERROR = re.compile(r"(Timeout, server|Connection (to|reset|closed)|client_loop|Read from remote|ssh)")
 LAUNCHER_ERRORS = ("subprocess.CalledProcessError", "torch.distributed.elastic.")  # exceptions of launchers
@@ -84,9 +85,7 @@ class LaunchPlan:
         environment selects the CPU. Scripts that import onecurve select the CPU.
         """
         script_text = (ROOT / self.script[0]).read_text(errors="replace")
-        selects_cpu = re.search(
-            rf"^\s*(from|import) onecurve\b|cpu=True|{USE_CPU}", script_text, re.MULTILINE
-        )
+        selects_cpu = re.search(SELECTS_CPU, script_text, re.MULTILINE)
         has_gpus = any(connection.hello and connection.hello["has_gpus"] for connection in connections)
         if self.processes == 1 or selects_cpu or has_gpus or USE_CPU in self.env or "--cpu" in self.script:
             return None
@@ -147,9 +146,8 @@ class JobRunner(Launcher):
                 if remark := self.plan.remark(self.connections):
                     self.log(remark)
                 self.plan.start(self.connections)
-                self.log(
-                    f"started the job after {time.monotonic() - began:.2f} s. Logs are in {self.log_dir}"
-                )
+                elapsed_s = time.monotonic() - began
+                self.log(f"started the job after {elapsed_s:.2f} s. Logs are in {self.log_dir}")
                 while any(connection.status is None for connection in self.connections):
                     self.handle_event()
             return self._exit_status()
@@ -188,10 +186,8 @@ class JobRunner(Launcher):
         """Print the command for each host, without connecting to the hosts."""
         hosts, address = self.plan.hosts, self.plan.master_addr or self.plan.hosts[0].name
         if len(hosts) > 1 and not self.plan.master_addr:
-            self.log(
-                f"All hosts must be able to reach the first host as {address}. To use a different address,"
-                " pass --master_addr ADDRESS."
-            )
+            remedy = "To use a different address, pass --master_addr ADDRESS."
+            self.log(f"All hosts must be able to reach the first host as {address}. {remedy}")
         for rank, (host, share) in enumerate(zip(hosts, self.plan.shares(address), strict=True)):
             self.log(f"{host.name}  {share}")
             variables = [f"{name}={value}" for name, value in selected_devices(host).items()]
@@ -232,10 +228,8 @@ def failure_cause(connection: HostConnection) -> tuple[int, str]:
     texts = (line for line in reversed(lines) if line.strip("=- "))  # skips empty lines and rulers
     last_line = next(texts, f"exit status {connection.status}")
     if connection.hello is None:
-        requirements = (
-            f"`ssh {connection.host.name}` must work without a prompt, and {ROOT} must contain the project"
-        )
-        return 0, f"{last_line} ({requirements})"
+        ssh = f"`ssh {connection.host.name}` must work without a prompt"
+        return 0, f"{last_line} ({ssh}, and {ROOT} must contain the project)"
     if connection.status == SSH_FAILED:
         if SSH_ERROR.match(last_line):
             return 0, f"the ssh connection was lost ({last_line})"

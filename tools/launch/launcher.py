@@ -26,7 +26,7 @@ CONNECT_S = 30  # timeout in seconds for all hosts to respond
 COLLECT_S = 4.0  # seconds from the first report of a hang to the table, in which other ranks are `silent`
 END_S = 60  # seconds after a stop request until a host that is still running is considered lost
 TRACEBACK = "Traceback (most recent call last):"
-LINES = 200  # number of output lines kept per host to find the reason for a failure
+KEPT_LINES = 200  # number of output lines kept per host to find the reason for a failure
 # Seconds within which several signals count as one. timeout, systemd and experiments/ send a signal to a
 # process group, and the first process in the group forwards the same signal again.
 ECHO_S = 0.5
@@ -47,7 +47,7 @@ class HostConnection(Connection):
 
     def record(self, line: str) -> None:
         """Append a line of the host's output to the log file and to last_lines."""
-        self.last_lines = [*self.last_lines[-LINES:], line]
+        self.last_lines = [*self.last_lines[-KEPT_LINES:], line]
         with contextlib.suppress(OSError):  # a full disk on this machine does not end the job
             self.log_file.parent.mkdir(parents=True, exist_ok=True)
             with open(self.log_file, "a", encoding="utf-8") as log:
@@ -135,10 +135,8 @@ class Launcher(ABC):
         previous_s, self.signal_at = self.signal_at, time.monotonic()
         if not self.signals:
             self.stop_all()
-            self.log(
-                "stopping: every process saves a checkpoint and exits. Send a second signal to kill all"
-                " processes."
-            )
+            remedy = "Send a second signal to kill all processes."
+            self.log(f"stopping: every process saves a checkpoint and exits. {remedy}")
         elif self.signal_at - previous_s > ECHO_S:
             self.request_all("kill")
         self.signals.append(signal_number)

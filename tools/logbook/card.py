@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from onecurve.checkpoint.format import EMA_FILE, MODEL_FILE, step_name
 from tools.logbook.markdown import code_span, render
-from tools.logbook.run_record import RunRecord, as_flag, recipe_change
+from tools.logbook.run_record import RunRecord, flag_text, recipe_change
 
 if TYPE_CHECKING:  # tools must not import each other at run time
     from tools.inference.exported import Exported
@@ -24,7 +24,8 @@ def model_card(name: str, exported: "Exported", config: dict[str, Any]) -> str:
     run = None
     with contextlib.suppress(ValueError, OSError):
         run = RunRecord(folder) if folder else None
-    recipe = {key: value for key, value in (exported.trained.recipe or {}).items() if value is not None}
+    trained_recipe = (exported.trained.recipe or {}).items()
+    recipe = {name: flag_text(value) for name, value in trained_recipe if value is not None}
     # State the run's data even if --data differs now, because the accuracy was measured on the run's data.
     data = _public_name(recipe.get("data", exported.recipe.data)).removeprefix("hub:")
     metadata = _metadata(name, exported, run, data)
@@ -33,18 +34,16 @@ def model_card(name: str, exported: "Exported", config: dict[str, Any]) -> str:
         name=name,
         metadata=Markup(yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)),
         architecture=config["architecture"],
-        parameters=sum(p.numel() for p in exported.model.parameters()),
+        parameters=sum(parameter.numel() for parameter in exported.model.parameters()),
         image_size=exported.recipe.image_size,
         classes=len(exported.classes),
         script=f"{exported.script.__name__}.py",
         run=run,
         step=exported.trained.step,
         data=data,
-        is_timms=exported.is_timms,
+        is_timm_model=exported.is_timm_model,
         recipe_changes=_recipe_changes(run, exported.trained.step or 0) if run else [],
-        recipe=[
-            [code_span(key), code_span(_public_name(as_flag(value)))] for key, value in sorted(recipe.items())
-        ],
+        recipe=[[code_span(name), code_span(_public_name(recipe[name]))] for name in sorted(recipe)],
         **(_accuracies(exported, run) if run else {}),
     )
 
@@ -76,9 +75,8 @@ def _public_name(value: str) -> str:
 def _recipe_changes(run: RunRecord, last: int) -> list[str]:
     """Return a line for each start before step `last` that changed the recipe."""
     starts = [start for start in run.kept if start.first < last]
-    return [
-        f"step {start.first:,}: {text}" for start in starts if (text := recipe_change(start, _public_name))
-    ]
+    changes = [(start.first, recipe_change(start, _public_name)) for start in starts]
+    return [f"step {step:,}: {change}" for step, change in changes if change]
 
 
 def _metadata(name: str, exported: "Exported", run: RunRecord | None, data: str) -> dict[str, Any]:
@@ -89,7 +87,7 @@ def _metadata(name: str, exported: "Exported", run: RunRecord | None, data: str)
     facts = {} if run is None or run.recipe.get("max_val_images") else run.facts
     metadata: dict[str, Any] = {
         "license": "unknown",
-        "library_name": "timm" if exported.is_timms else "pytorch",
+        "library_name": "timm" if exported.is_timm_model else "pytorch",
         "pipeline_tag": "image-classification",
         "tags": ["image-classification"],
     }
@@ -118,14 +116,11 @@ def _accuracies(exported: "Exported", run: RunRecord) -> dict[str, Any]:
         split = "test"
         measures = [(name, f"{facts[f'test_{name}']:.4f}") for name in ("accuracy", "loss")]
     weights_path = f"{step_name(step or 0)}/{Path(exported.trained.weights).name}"
-    reports = [r for r in run.reports.values() if r.get("checkpoint", "").endswith(weights_path)]
-    reports = [report for report in reports if not report.get("classes_left_out")]
+    reports = [report for report in run.reports.values() if not report.get("classes_left_out")]
+    reports = [report for report in reports if report.get("checkpoint", "").endswith(weights_path)]
     matrices = [report for report in reports if report.get("split") == split and "confusion" in report]
-    if (
-        "confusion" in run.confusion
-        and run.confusion.get("step") == step
-        and ("split" in run.confusion) == (split == "test")
-    ):
+    is_of_step = "confusion" in run.confusion and run.confusion.get("step") == step
+    if is_of_step and ("split" in run.confusion) == (split == "test"):
         matrices.append(run.confusion)
     by_class = next((_class_rows(matrix["confusion"], matrix["classes"]) for matrix in matrices), None)
     return {"images": run.evaluated_images(split), "measures": measures, "by_class": by_class}
@@ -143,7 +138,5 @@ def _class_rows(confusion: list[list[int]], classes: list[str]) -> list[tuple[st
     precision = hits / np.maximum(predicted, 1)
     recall = hits / np.maximum(images, 1)
     f1 = 2 * hits / np.maximum(images + predicted, 1)
-    columns = zip(classes, precision, recall, f1, images, strict=True)
-    return [
-        (name, *(f"{share:.4f}" for share in shares), f"{count:,.0f}") for name, *shares, count in columns
-    ]
+    rows = zip(classes, precision, recall, f1, images, strict=True)
+    return [(name, *(f"{share:.4f}" for share in shares), f"{count:,.0f}") for name, *shares, count in rows]

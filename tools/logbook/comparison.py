@@ -14,11 +14,11 @@ from onecurve.system.paths import public_path
 from onecurve.system.text import plural
 from tools.logbook import seeds
 from tools.logbook.markdown import code_span, render
-from tools.logbook.run_record import RunRecord, as_flag, complete, host_count
+from tools.logbook.run_record import RunRecord, fill_missing, flag_text, host_count
 
-SEARCH = "result of find_batch_size.py"
+SEARCH_RESULT = "result of find_batch_size.py"
 # Flags whose resolved values are recorded in result.json
-RESOLVED = ("mixed_precision", "per_device_batch_size", "compile", "grad_checkpointing", "step_graph")
+RESOLVED_FLAGS = ("mixed_precision", "per_device_batch_size", "compile", "grad_checkpointing", "step_graph")
 # Maximum throughput spread in an undisturbed run, relative to the median. Measured spreads are at most
 # 0.18 on an H200, and 0.5 to 1.2 on 2 CPU cores that other programs also used.
 LARGEST_SPREAD = 0.25
@@ -51,10 +51,9 @@ class Comparison:
             return
         for run in self.runs[1:]:
             if different := different_images(self.runs[0], run):
-                raise ValueError(
-                    f"{run.folder} and {self.runs[0].folder} were evaluated on different images"
-                    f" ({different}). Add --allow_different_data to compare the runs anyway."
-                )
+                folders = f"{run.folder} and {self.runs[0].folder}"
+                remedy = "Add --allow_different_data to compare the runs anyway."
+                raise ValueError(f"{folders} were evaluated on different images ({different}). {remedy}")
 
     @cached_property
     def names(self) -> list[str]:
@@ -80,10 +79,9 @@ class Comparison:
             if len(set(texts)) > 1 and (texts in main_properties or not are_unique):
                 name_parts = [(*parts, text) for parts, text in zip(name_parts, texts, strict=True)]
         names = [", ".join(parts) or job for parts, job in zip(name_parts, jobs, strict=True)]
-        counts = [names[:i].count(name) + 1 for i, name in enumerate(names)]
-        return [
-            name if count == 1 else f"{name} ({count})" for name, count in zip(names, counts, strict=True)
-        ]
+        counts = [names[:index].count(name) + 1 for index, name in enumerate(names)]
+        numbered = zip(names, counts, strict=True)
+        return [name if count == 1 else f"{name} ({count})" for name, count in numbered]
 
     @cached_property
     def groups(self) -> list[seeds.Group]:
@@ -107,7 +105,7 @@ def read_search(file: Path) -> dict[str, Any]:
     needed = ("script", "strategy", "processes", "recipe", "trials")
     missing = [name for name in needed if name not in search and name not in wrong_keys]
     if problems := [*wrong_keys, *missing]:
-        raise ValueError(f"{file} is not a {SEARCH}. Missing or wrong keys: {', '.join(problems)}")
+        raise ValueError(f"{file} is not a {SEARCH_RESULT}. Missing or wrong keys: {', '.join(problems)}")
     return search | {"recipe": without_left(search["recipe"])}
 
 
@@ -129,9 +127,8 @@ def different_images(first: RunRecord, run: RunRecord) -> str:
             run.about.get("val_chosen") if run.recipe.get("max_val_images") else "all" for run in runs
         ],
     }
-    return "; ".join(
-        f"{name}: {old}, {new}" for name, (old, new) in pairs.items() if None not in (old, new) and old != new
-    )
+    known = {name: pair for name, pair in pairs.items() if None not in pair}
+    return "; ".join(f"{name}: {old}, {new}" for name, (old, new) in known.items() if old != new)
 
 
 def _flag_texts(runs: list[RunRecord], name: str) -> list[str]:
@@ -162,35 +159,34 @@ def speed_up_over(first: RunRecord, run: RunRecord, time: str) -> tuple[float | 
 
 def setting_differences(runs: list[RunRecord]) -> dict[str, list[str]]:
     """Map each setting that differs between the runs to its values. Skip settings compared elsewhere."""
-    settings = [conditions(run) for run in runs]
+    settings = [run_settings(run) for run in runs]
     names = dict.fromkeys(name for values in settings for name in values)
     by_name = {name: [values.get(name, "unknown") for values in settings] for name in names}
-    return {name: values for name, values in by_name.items() if len(set(values)) > 1} | _sharding_differences(
-        runs
-    )
+    different = {name: values for name, values in by_name.items() if len(set(values)) > 1}
+    return different | _sharding_differences(runs)
 
 
 def _sharding_differences(runs: list[RunRecord]) -> dict[str, list[str]]:
     """Map each sharding setting that differs between runs with the same strategy to its values."""
     differences = {}
     for strategy in dict.fromkeys(run.facts.get("strategy") for run in runs):
-        settings = [
-            run.about.get("sharding", {}) if run.facts.get("strategy") == strategy else None for run in runs
-        ]
+        recorded = [(run.facts.get("strategy"), run.about.get("sharding", {})) for run in runs]
+        settings = [sharding if name == strategy else None for name, sharding in recorded]
         for name in dict.fromkeys(name for sharding in settings for name in sharding or ()):
-            values = ["-" if shards is None else as_flag(shards.get(name, "unknown")) for shards in settings]
+            values = [
+                "-" if shards is None else flag_text(shards.get(name, "unknown")) for shards in settings
+            ]
             if len(set(values) - {"-"}) > 1:
                 differences[f"{strategy}: {name}"] = values
     return differences
 
 
-def conditions(run: RunRecord) -> dict[str, str]:
+def run_settings(run: RunRecord) -> dict[str, str]:
     """Return the run's settings that a comparison lists when they differ between runs."""
     facts, settings = run.facts, run.about
-    left_out = (*_result_flags(), *RESOLVED)
-    recipe = {
-        name: run.over_starts(partial(_flag_value, name)) for name in run.recipe if name not in left_out
-    }
+    left_out = (*_result_flags(), *RESOLVED_FLAGS)
+    flags = [name for name in run.recipe if name not in left_out]
+    recipe = {name: run.over_starts(partial(_flag_value, name)) for name in flags}
     names = ["script", "data", "batch_size", "per_device_batch_size", "accumulation_steps", "epochs", "steps"]
     names += ["mixed_precision", "half_precision", "gradient_reduction", "compile", "grad_checkpointing"]
     names += ["step_graph", "val_name", "val_images", "status"]
@@ -200,7 +196,7 @@ def conditions(run: RunRecord) -> dict[str, str]:
     hosts = {f"{line['cpus']} CPUs, {line.get('memory_gib', 0):.0f} GiB" for line in headers}
     return {
         **recipe,
-        **{name: as_flag(run.over_starts(methodcaller("get", name))) for name in names if name in facts},
+        **{name: flag_text(run.over_starts(methodcaller("get", name))) for name in names if name in facts},
         **versions,
         "commit": run.over_starts(methodcaller("get", "git_commit", "unknown")),
         "device": run.over_starts(_device_types),
@@ -215,7 +211,7 @@ def _result_flags() -> list[str]:
 
 
 def _flag_value(name: str, settings: dict[str, Any]) -> str:
-    return public_path(as_flag(settings.get("recipe", {}).get(name)))
+    return public_path(flag_text(settings.get("recipe", {}).get(name)))
 
 
 def _package_version(name: str, settings: dict[str, Any]) -> str:
@@ -252,7 +248,7 @@ def comparison_page(comparison: Comparison, picture: str, pages: list[str | None
         picture=picture,
         different=[[name, *map(code_span, values)] for name, values in setting_differences(runs).items()],
         searches=[
-            complete(search, kinds(SearchResult))
+            fill_missing(search, kinds(SearchResult))
             | {"name": f"{search['script']}, {search['strategy']} x {search['processes']}"}
             for search in comparison.searches
         ],

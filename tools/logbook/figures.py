@@ -119,9 +119,8 @@ def draw_comparison(comparison: Comparison, file: Path) -> None:
     first, groups = comparison.runs[0], comparison.groups
     if groups:
         members = {f"{group.name} ({plural(len(group.runs), 'run')})": group.runs for group in groups}
-        accuracy, loss = (
-            Panel("step", f"{measure}, mean over runs") for measure in ("accuracy", "train/loss")
-        )
+        accuracy = Panel("step", "accuracy, mean over runs")
+        loss = Panel("step", "train/loss, mean over runs")
         curves = [(accuracy, "val/accuracy", "step", 1.0), (loss, "train/loss", "step", 1.0)]
     else:
         members = {name: (run,) for name, run in zip(comparison.names, comparison.runs, strict=True)}
@@ -132,9 +131,8 @@ def draw_comparison(comparison: Comparison, file: Path) -> None:
     bars = {"images_per_s": Panel(f"{first.unit}/s", ""), "wall_s": Panel("total time, s", "")}
     for name, runs in members.items():
         for curve_panel, key, x_key, x_unit in curves:
-            run_curves = [
-                {line[x_key] / x_unit: line[key] for line in run.metrics if key in line} for run in runs
-            ]
+            lines = [[line for line in run.metrics if key in line] for run in runs]
+            run_curves = [{line[x_key] / x_unit: line[key] for line in run_lines} for run_lines in lines]
             if common_x := sorted(set.intersection(*map(set, run_curves))):
                 means = [fmean(curve[x] for curve in run_curves) for x in common_x]
                 curve_panel.curves[name] = (common_x, means)

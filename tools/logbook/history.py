@@ -13,16 +13,24 @@ from onecurve.run.starts import MOST_IN_TURN, Start
 from onecurve.system.paths import public_path
 from onecurve.system.text import plural
 from tools.logbook.markdown import code_span, text
-from tools.logbook.run_record import RunRecord, as_flag, device_summary, mixed_precision, recipe_change, where
+from tools.logbook.run_record import (
+    RunRecord,
+    device_summary,
+    flag_text,
+    mixed_precision,
+    recipe_change,
+    where,
+)
 
-Value = Callable[[dict[str, Any]], Any]  # function that returns a value from a line of starts.jsonl
+SettingReader = Callable[[dict[str, Any]], Any]  # function that returns a value from a line of starts.jsonl
 
 # Keys of starts.jsonl without a column in the table of starts. Each table row lists changes to these keys.
 KEYS_WITHOUT_COLUMN = ["version", "git_commit", "compile", "grad_checkpointing", "step_graph", "threads"]
 KEYS_WITHOUT_COLUMN += ["deterministic", "gradient_reduction", "half_precision"]
+UNRECORDED = "started by an earlier version without records of starts (settings from the last checkpoint)"
 
 
-def over_steps(run: RunRecord, value: Value) -> Any:
+def over_steps(run: RunRecord, value: SettingReader) -> Any:
     """Return the last start's setting, or text such as `a to step 60, then b` if the starts differ."""
     settings_and_steps = [(text(value(start.about)), start.last) for start in run.kept]
     groups = groupby(settings_and_steps, key=lambda pair: pair[0])
@@ -44,13 +52,13 @@ def batch(settings: dict[str, Any]) -> str | None:
     unit = settings.get("unit", "images")
     if None in (total, share, processes, accumulations):
         return f"{total} {unit}" if total else None
-    factors = plural(share, unit.removesuffix("s")), plural(processes, "process")
-    return " x ".join([f"{total} = {factors[0]}", factors[1], plural(accumulations, "accumulation")])
+    factors = [plural(share, unit.removesuffix("s")), plural(processes, "process")]
+    return f"{total} = " + " x ".join([*factors, plural(accumulations, "accumulation")])
 
 
 def sharding_text(settings: dict[str, Any]) -> str:
     sharding = settings.get("sharding", {})
-    return ", ".join(f"{name} {as_flag(value)}" for name, value in sharding.items()) or "none"
+    return ", ".join(f"{name} {flag_text(value)}" for name, value in sharding.items()) or "none"
 
 
 def versions_text(settings: dict[str, Any]) -> str | None:
@@ -72,7 +80,7 @@ def data(settings: dict[str, Any]) -> str | None:
     return path and public_path(path)
 
 
-SETTINGS: dict[str, Value] = {
+SETTINGS: dict[str, SettingReader] = {
     "batch": batch,
     "mixed precision": mixed_precision,
     "gradients reduced in": methodcaller("get", "gradient_reduction"),
@@ -94,10 +102,8 @@ def settings(run: RunRecord) -> list[list[Any]]:
     """Return one row per setting for the page's table."""
     initial_weights = public_path(run.about.get("resumed_from", "fresh weights"))
     resumed_steps = [f"{start.first:,}" for start in run.kept[1:]]
-    resumed = ""
-    if resumed_steps:
-        noun = "steps" if len(resumed_steps) > 1 else "step"
-        resumed = f"; resumed at {noun} {', '.join(resumed_steps)}"
+    noun = "steps" if len(resumed_steps) > 1 else "step"
+    resumed = f"; resumed at {noun} {', '.join(resumed_steps)}" if resumed_steps else ""
     rows = [[title, over_steps(run, value)] for title, value in SETTINGS.items()]
     return [*rows, ["started from", initial_weights + resumed]]
 
@@ -106,7 +112,7 @@ def recipe_value(run: RunRecord, name: str) -> Any:
     """Return a flag's value as a code span."""
 
     def value(settings: dict[str, Any]) -> Any:
-        return code_span(public_path(as_flag(settings.get("recipe", {}).get(name))))
+        return code_span(public_path(flag_text(settings.get("recipe", {}).get(name))))
 
     return over_steps(run, value)
 
@@ -122,12 +128,12 @@ def commands(run: RunRecord) -> str:
 
     If starts used different commands, return each command after a comment with its steps.
     """
-    commands_and_steps = [
-        (command(start.about), f"# steps {start.first + 1:,} to {start.last:,}") for start in run.kept
-    ]
-    if len({words for words, _ in commands_and_steps}) < 2:
+    start_commands = [command(start.about) for start in run.kept]
+    if len(set(start_commands)) < 2:
         return command(run.about)
-    return "\n".join(f"{steps}\n{words or '# not recorded'}" for words, steps in commands_and_steps)
+    steps = [f"# steps {start.first + 1:,} to {start.last:,}" for start in run.kept]
+    commented = zip(steps, start_commands, strict=True)
+    return "\n".join(f"{comment}\n{words or '# not recorded'}" for comment, words in commented)
 
 
 def command(settings: dict[str, Any]) -> str:
@@ -147,11 +153,9 @@ def _start_row(run: RunRecord, index: int) -> list[Any]:
     steps = f"{start.first + 1:,} to {start.last:,}" if start.last > start.first else "none"
     previous = next((earlier for earlier in run.starts[:index][::-1] if earlier.first < start.first), None)
     changed = [recipe_change(start), *(_setting_changes(previous, start) if previous else ())]
-    changes = "; ".join(filter(None, changed)) or None
     if not start.is_recorded:
-        changes = (
-            "started by an earlier version without records of starts (settings from the last checkpoint)"
-        )
+        changed = [UNRECORDED]
+    changes = "; ".join(filter(None, changed)) or None
     return [began_at, steps, where(settings), batch(settings), mixed_precision(settings), changes]
 
 
@@ -163,9 +167,8 @@ def _setting_changes(previous: Start, start: Start) -> list[str]:
         pairs |= {key: (old.get(key), new.get(key)) for key in old | new}
     pairs["commit"] = pairs.pop("git_commit")
     known = {name: pair for name, pair in pairs.items() if None not in pair}
-    return [
-        f"{name} was {as_flag(old)}, now {as_flag(new)}" for name, (old, new) in known.items() if old != new
-    ]
+    changed = [(name, *map(flag_text, pair)) for name, pair in known.items() if pair[0] != pair[1]]
+    return [f"{name} was {old}, now {new}" for name, old, new in changed]
 
 
 def resume_verdict(run: RunRecord) -> str:
@@ -177,9 +180,8 @@ def resume_verdict(run: RunRecord) -> str:
     if not run.kept[0].is_recorded:
         return "The run does not record whether all steps were trained with the same recipe."
     if len({str(start.about.get("git_commit")) for start in run.kept}) > 1:
-        return (
-            "The recipe did not change, but the commit changed. The new code may have changed the training."
-        )
+        consequence = "The new code may have changed the training."
+        return f"The recipe did not change, but the commit changed. {consequence}"
     if len({start.about.get("per_device_batch_size") for start in run.kept}) > 1:
         return (
             "The recipe did not change, but the number of images per forward pass changed. BatchNorm,"

@@ -91,15 +91,12 @@ def known(rows: Iterable[tuple[object, str, Any]]) -> list[list[object]]:
     Args:
         rows: Tuples of label, format string, and a value or a list of values.
     """
-    labeled_values = [
-        (label, format_string, value if isinstance(value, list) else [value])
-        for label, format_string, value in rows
-    ]
-    return [
-        [label, *(formatted(value, format_string) for value in values)]
-        for label, format_string, values in labeled_values
-        if any(value is not None for value in values)
-    ]
+    formatted_rows: list[list[object]] = []
+    for label, format_string, value in rows:
+        values = value if isinstance(value, list) else [value]
+        if any(value is not None for value in values):
+            formatted_rows.append([label, *(formatted(value, format_string) for value in values)])
+    return formatted_rows
 
 
 def each(items: Iterable[Mapping[str, Any]], key: str) -> list[Any]:
@@ -120,9 +117,8 @@ def columns(items: Sequence[Mapping[str, Any]], labels: Mapping[str, tuple[str, 
 
 def folded(content: str, summary: str) -> Markup:
     """Return Markdown content as a folded section with a plain-text summary."""
-    return Markup(
-        f"<details><summary>{html.escape(_single_line(summary))}</summary>\n\n{content}\n\n</details>"
-    )
+    escaped_summary = html.escape(_single_line(summary))
+    return Markup(f"<details><summary>{escaped_summary}</summary>\n\n{content}\n\n</details>")
 
 
 def link(label: object, path: str) -> Markup:

@@ -13,7 +13,14 @@ from onecurve.system.paths import public_path
 from onecurve.system.text import some_of
 from tools.logbook import history
 from tools.logbook.markdown import code_span, each, formatted, render
-from tools.logbook.run_record import MEANING, RunRecord, as_flag, complete, host_count, stamped_files
+from tools.logbook.run_record import (
+    MEANING,
+    RunRecord,
+    fill_missing,
+    flag_text,
+    hash_compared_files,
+    host_count,
+)
 from tools.logbook.spent import main_processes, parts_s, paused_s
 
 SHOWN_CLASSES = 20  # maximum number of rows in the class table
@@ -21,8 +28,8 @@ MOST_STARTS = 20  # maximum number of starts in a table that is not folded
 SHOWN_CHARACTERS = 60_000  # maximum length of an nvidia-smi dump. GitHub shows at most 512 kB per page
 PER_CLASS = ("precision", "recall", "f1", "specificity", "support")
 SET_BY_STARTS = ("strategy", "batch_size", "epochs", "processes", "device")
-INDEXED = ["script", *SET_BY_STARTS, "hosts", "status"]
-INDEXED += ["best_accuracy", "final_accuracy", "test_accuracy", "val_name", "test_name", "wall_s"]
+INDEX_KEYS = ["script", *SET_BY_STARTS, "hosts", "status"]
+INDEX_KEYS += ["best_accuracy", "final_accuracy", "test_accuracy", "val_name", "test_name", "wall_s"]
 
 
 def run_page(run: RunRecord, stem: str, pictures: list[str]) -> str:
@@ -32,11 +39,11 @@ def run_page(run: RunRecord, stem: str, pictures: list[str]) -> str:
     """
     from onecurve.run.end_tables import early_end  # this import loads torch
 
-    facts, about = complete(run.facts, kinds(Result)), complete(run.about, kinds(RecipeFile))
+    facts, about = fill_missing(run.facts, kinds(Result)), fill_missing(run.about, kinds(RecipeFile))
     recipe = {name: [code_span(name), history.recipe_value(run, name)] for name in run.recipe}
     defaults = about["defaults"] or {}
     flags_with_default = [name for name in recipe if name in defaults]
-    changed_flags = [n for n in flags_with_default if not history.is_default(run, n, defaults[n])]
+    changed_flags = [name for name in flags_with_default if not history.is_default(run, name, defaults[name])]
     return render(
         "run.md.j2",
         run=run,
@@ -74,8 +81,10 @@ def index_values(run: RunRecord) -> dict[str, Any]:
     in_columns = {*values, *declared("locates")}
     changed = [name for name in defaults if name not in in_columns and name in run.recipe]
     changed = [name for name in changed if not history.is_default(run, name, defaults[name])]
-    values["flags"] = ", ".join(f"{name} {public_path(as_flag(run.recipe[name]))}" for name in changed)
-    return {name: run.facts.get(name) for name in INDEXED} | values | {"hosts": run.over_starts(host_count)}
+    values["flags"] = ", ".join(f"{name} {public_path(flag_text(run.recipe[name]))}" for name in changed)
+    return (
+        {name: run.facts.get(name) for name in INDEX_KEYS} | values | {"hosts": run.over_starts(host_count)}
+    )
 
 
 def index(runs: dict[str, dict[str, Any]], comparisons: dict[str, str]) -> str:
@@ -84,7 +93,7 @@ def index(runs: dict[str, dict[str, Any]], comparisons: dict[str, str]) -> str:
     `runs` maps pages to their index_values, and `comparisons` maps pages to titles.
     """
     # Pages from earlier versions do not contain the key `flags`.
-    rows = {page: dict.fromkeys([*INDEXED, "flags"]) | values for page, values in runs.items()}
+    rows = {page: dict.fromkeys([*INDEX_KEYS, "flags"]) | values for page, values in runs.items()}
     return render("index.md.j2", runs=rows, comparisons=comparisons)
 
 
@@ -117,7 +126,7 @@ def _metric_rows(evaluations: Collection[dict[str, Any]]) -> list[tuple[str, str
 def _report_rows(report: dict[str, Any]) -> dict[str, Any]:
     """Return a validate.py report with a row for each class, or only for the classes with the lowest F1."""
     classes, columns = report.get("classes", []), report.get("per_class", {})
-    shown = complete(report, kinds(Report)) | {"rows": [], "shown": "All classes"}
+    shown = fill_missing(report, kinds(Report)) | {"rows": [], "shown": "All classes"}
     if any(len(columns.get(name) or ()) != len(classes) for name in PER_CLASS):
         return shown
     shown_classes = list(range(len(classes)))
@@ -133,11 +142,11 @@ def _report_rows(report: dict[str, Any]) -> dict[str, Any]:
 
 def _stamps_with_changes(run: RunRecord) -> list[dict[str, Any]]:
     """Return verify.py's outcomes. An outcome is void if `changed` lists files that changed later."""
-    files, outcomes = stamped_files(run.folder) if run.stamps else {}, []
+    files, outcomes = hash_compared_files(run.folder) if run.stamps else {}, []
     for stamp in run.stamps:
         # Runs from earlier versions have no starts.jsonl, so their stamps do not contain this file's hash.
         changed = [name for name in files if files[name] != stamp.get("files", {}).get(name, "")]
-        outcomes.append(complete(stamp, kinds(Stamp)) | {"changed": some_of(changed)})
+        outcomes.append(fill_missing(stamp, kinds(Stamp)) | {"changed": some_of(changed)})
     return outcomes
 
 

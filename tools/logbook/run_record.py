@@ -7,6 +7,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from onecurve.system.paths import public_path
 from onecurve.system.text import plural
 
 # Every run folder contains at least one of these files and folders.
-PARTS = ("recipe.json", "result.json", "metrics.jsonl", "checkpoints")
+RUN_FILES = ("recipe.json", "result.json", "metrics.jsonl", "checkpoints")
 VERIFIED = "verified.json"  # file that verify.py writes
 BIT_FOR_BIT, EVALUATED_AGAIN = "bit for bit", "evaluated again"  # two kinds of verification
 MEANING = {  # what each kind of verification proves if there is no difference
@@ -43,7 +44,7 @@ MEANING = {  # what each kind of verification proves if there is no difference
     " training run produced the weights. The differences in the replayed steps are reported without a"
     " verdict.",
 }
-COMPARED = ("recipe.json", "result.json", "metrics.jsonl", STARTS)  # files that verify.py compares
+COMPARED_FILES = ("recipe.json", "result.json", "metrics.jsonl", STARTS)  # files that verify.py compares
 MOST_BYTES = 2**31  # maximum size of a file. 14 days of telemetry from 8 GPUs are smaller
 MOST_SAMPLES = 5_000  # telemetry samples per host on a page. 64 hosts write 8 GB of samples a day
 FEWEST_SPEEDS = 8  # minimum number of throughput values for deciles
@@ -90,10 +91,9 @@ class RunRecord:
     unknown: Set[str] = frozenset()  # result.json values that belong to a later start, after as_of()
 
     def __init__(self, folder: Path):
-        if not any((folder / part).exists() for part in PARTS):
-            raise ValueError(
-                f"{folder} is not a run folder. The folder contains none of these: {', '.join(PARTS)}"
-            )
+        if not any((folder / part).exists() for part in RUN_FILES):
+            names = ", ".join(RUN_FILES)
+            raise ValueError(f"{folder} is not a run folder. The folder contains none of these: {names}")
         self.folder = folder
         self.problems: list[str] = []
         self.about = self._read_json("recipe.json")
@@ -107,11 +107,11 @@ class RunRecord:
         if not self.telemetry and self.recipe.get("telemetry_s") != 0:
             self.problems.append("telemetry-<host>.jsonl is missing")
         result = self._read_json("result.json")
-        lines = self._read_lines(STARTS, set()) if (folder / STARTS).exists() else []
-        best_began = [line.get("step", 0) for line in lines if measures_anew(line)]
+        start_lines = self._read_lines(STARTS, set()) if (folder / STARTS).exists() else []
+        best_began = [line.get("step", 0) for line in start_lines if resets_best_result(line)]
         self.derived = self._derive_facts(max(best_began, default=0))
         self.facts = self.derived | result
-        self.starts = in_order([*map(with_totals, lines)], self.facts.get("steps", 0))
+        self.starts = in_order([*map(add_derived_values, start_lines)], self.facts.get("steps", 0))
         self.kept = kept(self.starts)
         shows_classes = self.facts["status"] == "finished" and "best_accuracy" in self.facts
         has_confusion = shows_classes or (folder / "confusion.json").exists()
@@ -178,9 +178,8 @@ class RunRecord:
 
         summaries = []
         for host in (host for host, lines in self.telemetry.items() if lines):
-            with contextlib.suppress(
-                OSError, ValueError, RecursionError
-            ):  # self.problems already lists these errors
+            # self.problems already lists these errors.
+            with contextlib.suppress(OSError, ValueError, RecursionError):
                 summaries.append(summarize(self.folder / f"telemetry-{host}.jsonl"))
         return summaries
 
@@ -194,16 +193,16 @@ class RunRecord:
         devices, hosts = settings.get("devices", []), settings.get("hosts", [])
         best_by = recipe.get("best_by", "accuracy")
         comparable = [line for line in self.evaluations if line["step"] >= best_began]
-        best = max(comparable, key=lambda line: score_of(line, best_by), default={})
+        best = max(comparable, key=lambda line: evaluation_score(line, best_by), default={})
         final = self.evaluations[-1] if self.evaluations else {}
-        logs = [self.metrics, *self.telemetry.values()]
+        lines = chain(self.metrics, *self.telemetry.values())
         manifests = sorted(self.folder.glob("checkpoints/step_*/manifest.json"))
         values = {
             "status": "unknown" if (self.folder / "result.json").exists() else UNFINISHED,
             "processes": len(devices) or None,
             "hosts": len(hosts) or None,
             "device": devices[0] if devices else None,
-            "steps": max((line["step"] for log in logs for line in log if "step" in line), default=None),
+            "steps": max((line["step"] for line in lines if "step" in line), default=None),
             "best_step": best.get("step"),
             **{f"best_{name}": best.get(f"val/{name}") for name in METRICS if name != "loss"},
             "best_loss": None if f"val/{best_by}" in best and best_by != "loss" else best.get("val/loss"),
@@ -228,9 +227,8 @@ class RunRecord:
 
     def over_starts(self, value: Callable[[dict[str, Any]], Any]) -> Any:
         """Return the last start's setting, or text such as `a, then b` if the starts differ."""
-        values = [
-            "unknown" if (setting := value(start.about)) is None else str(setting) for start in self.kept
-        ]
+        settings = [value(start.about) for start in self.kept]
+        values = ["unknown" if setting is None else str(setting) for setting in settings]
         return in_turn(values) if len(set(values)) > 1 else value(self.last)
 
     def as_of(self, start: Start) -> "RunRecord":
@@ -246,7 +244,7 @@ class RunRecord:
         run.facts["hosts"] = host_count(settings)
         if {"epochs", "steps_per_epoch"} <= settings.keys():
             run.facts["total_steps"] = settings["epochs"] * settings["steps_per_epoch"]
-        if any(measures_anew(later.about) for later in self.kept if later.first >= start.last):
+        if any(resets_best_result(later.about) for later in self.kept if later.first >= start.last):
             run.unknown = {"val_name", "val_images", "test_name", "test_images"}
         return run
 
@@ -454,13 +452,13 @@ def recipe_change(start: Start, shown: Callable[[str], str] = public_path) -> st
     """
     pairs = start.about.get("changed", {}).items()
     return "; ".join(
-        f"{name} was {shown(as_flag(pair[0]))}, now {shown(as_flag(pair[1]))}"
+        f"{name} was {shown(flag_text(pair[0]))}, now {shown(flag_text(pair[1]))}"
         for name, pair in pairs
         if isinstance(pair, list) and len(pair) == 2
     )
 
 
-def measures_anew(start: dict[str, Any]) -> bool:
+def resets_best_result(start: dict[str, Any]) -> bool:
     """Return True if a start changed the metric or the evaluated images.
 
     `start` is a line of starts.jsonl.
@@ -468,29 +466,29 @@ def measures_anew(start: dict[str, Any]) -> bool:
     return not {CONTENT, CROPPED, *declared("measures_best")}.isdisjoint(start.get("changed", {}))
 
 
-def with_totals(line: dict[str, Any]) -> dict[str, Any]:
+def add_derived_values(start_line: dict[str, Any]) -> dict[str, Any]:
     """Return a line of starts.jsonl with additional values that result.json derives from the line."""
     names = ("data", "batch_size", "epochs", "seed", "deterministic")
-    recipe = typed_values(line.get("recipe", {}), KINDS["result.json"])[0]
-    totals = {name: recipe[name] for name in names if name in recipe}
-    if devices := line.get("devices"):
-        totals |= {"processes": len(devices), "device": devices[0]}
-    return totals | line
+    recipe = typed_values(start_line.get("recipe", {}), KINDS["result.json"])[0]
+    derived = {name: recipe[name] for name in names if name in recipe}
+    if devices := start_line.get("devices"):
+        derived |= {"processes": len(devices), "device": devices[0]}
+    return derived | start_line
 
 
-def score_of(line: dict[str, Any], by: str) -> float:
+def evaluation_score(line: dict[str, Any], by: str) -> float:
     """Return the evaluation score in a line of metrics.jsonl."""
     return score({name: line[f"val/{name}"] for name in METRICS if f"val/{name}" in line}, by)
 
 
-def as_flag(value: Any) -> str:
+def flag_text(value: Any) -> str:
     """Return the value in the form that users write after a flag."""
     if isinstance(value, list):
         return ",".join(map(str, value)) or "none"
     return "unset" if value is None else str(value)
 
 
-def complete(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def fill_missing(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Add missing names with the value None."""
     return dict.fromkeys(names) | values
 
@@ -504,12 +502,12 @@ def read_picture(file: Path) -> Image.Image:
         raise ValueError(f"can't be read as an image ({type(error).__name__})") from None
 
 
-def stamped_files(folder: Path) -> dict[str, str]:
+def hash_compared_files(folder: Path) -> dict[str, str]:
     """Map each file that verify.py compares to its SHA-256, or to "" for a missing or too large file."""
 
     def hashed(file: Path) -> str:
         return sha256_of(file) if file.is_file() and file.stat().st_size <= MOST_BYTES else ""
 
-    files = [folder / name for name in COMPARED]
+    files = [folder / name for name in COMPARED_FILES]
     files += sorted(folder.glob("checkpoints/step_*/manifest.json"))
     return {str(file.relative_to(folder)): hashed(file) for file in files}

@@ -19,7 +19,7 @@ from onecurve.system.text import natural
 from tools.logbook.run_record import RunRecord, mixed_precision
 
 ALPHA = 0.05  # significance level of the test
-TINY = 1e-12  # standard errors below this value are rounding errors
+SMALLEST_ERROR = 1e-12  # standard errors below this value are rounding errors
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Group:
     folds: int = 0  # number of folds, or 0 without cross-validation
 
     @property
-    def over_all(self) -> float | None:
+    def accuracy_over_folds(self) -> float | None:
         """Accuracy over all held-out images, or None if a fold is missing."""
         images = [run.facts.get("val_images") or 0 for run in self.runs]
         is_whole = len(self.runs) == self.folds * len({run.recipe.get("seed") for run in self.runs})
@@ -87,7 +87,7 @@ def group(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Group]:
     """
     members_by_key: dict[str, list[tuple[str, RunRecord]]] = {}
     for name, run in zip(names, runs, strict=True):
-        if run.facts["status"] == "finished" and headline(run) is not None:
+        if run.facts["status"] == "finished" and headline_accuracy(run) is not None:
             members_by_key.setdefault(_group_key(run), []).append((name, run))
     groups = []
     for members in members_by_key.values():
@@ -107,7 +107,7 @@ def _make_group(members: list[tuple[str, RunRecord]]) -> Group:
     name, first = members[0]
     parts = [part for part in name.split(", ") if not part.startswith(("seed ", "fold "))]
     runs = sorted((run for _, run in members), key=lambda run: natural(_seed_label(run)))
-    values = {_seed_label(run): headline(run) or 0.0 for run in runs}
+    values = {_seed_label(run): headline_accuracy(run) or 0.0 for run in runs}
     return Group(", ".join(parts) or first.job, values, tuple(runs), first.fold[1] if first.fold else 0)
 
 
@@ -117,7 +117,7 @@ def _seed_label(run: RunRecord) -> int | str:
     return f"{seed} and fold {run.recipe['holdout']}" if run.fold else seed
 
 
-def headline(run: RunRecord) -> float | None:
+def headline_accuracy(run: RunRecord) -> float | None:
     """Return the accuracy on the test split, or the final accuracy of a fold or a run without --holdout."""
     final = run.facts.get("final_accuracy")
     return final if run.fold else run.facts.get("test_accuracy", final)
@@ -145,16 +145,13 @@ def compare_groups(first: Group, second: Group) -> Difference | None:
     errors = [(group.deviation or 0.0) * group.error for group in (first, second)]
     error = math.hypot(*errors)
     if is_paired:
-        error = first.error * statistics.stdev(
-            second.values[seed] - first.values[seed] for seed in first.values
-        )
-    if error < TINY:
+        differences = [second.values[seed] - first.values[seed] for seed in first.values]
+        error = first.error * statistics.stdev(differences)
+    if error < SMALLEST_ERROR:
         return None
     counts = [len(group.values) - 1 for group in (first, second)]
-    degrees = error**4 / sum(
-        group_error**4 / count for group_error, count in zip(errors, counts, strict=True)
-    )
-    degrees = counts[0] if is_paired else degrees
+    squared_variances = sum(term**4 / count for term, count in zip(errors, counts, strict=True))
+    degrees = counts[0] if is_paired else error**4 / squared_variances
     p, half_width = 2 * float(stats.t.sf(abs(mean) / error, degrees)), _critical_t(degrees) * error
     return Difference(mean, mean - half_width, mean + half_width, p, is_paired)
 
@@ -169,12 +166,9 @@ def seed_verdict(first: Group, second: Group) -> str:
     """State in one sentence whether the second group is better, worse, or indistinguishable."""
     difference = compare_groups(first, second)
     if difference is None:
-        is_single = min(len(first.values), len(second.values)) < 2
-        reason = (
-            "a single run does not show the variation between seeds"
-            if is_single
-            else "all pairs of runs differ by the same amount"
-        )
+        reason = "all pairs of runs differ by the same amount"
+        if min(len(first.values), len(second.values)) < 2:
+            reason = "a single run does not show the variation between seeds"
         return f"{second.name} and {first.name} are not compared with a test, because {reason}."
     test = f"{'paired' if difference.is_paired else 'Welch'} t-test, p = {difference.p:.2g}"
     sizes = f"n = {' and '.join(map(str, sorted({len(first.values), len(second.values)})))}"

@@ -22,7 +22,7 @@ from onecurve.system.phase import (
 )
 from tools.logbook.run_record import RunRecord
 
-PARTS = {
+ACTIVITY_NAMES = {
     TRAINING: "training steps",
     READING: "waiting for data and augmentation",
     EVALUATION: "evaluation",
@@ -39,7 +39,7 @@ PARTS = {
     PLOTS: "ending: plots",
     ENDING: "ending: last checkpoint and upload",
 }
-LOST = "restarting: lost work after the last checkpoint"
+LOST_WORK = "restarting: lost work after the last checkpoint"
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def paused_s(run: RunRecord) -> float:
 def parts_s(run: RunRecord) -> dict[str, float]:
     """Return the seconds of all main processes by activity, largest first, or {} if none are recorded."""
     spent = run.facts.get("spent_s", {})
-    seconds = {PARTS.get(phase, phase): value for phase, value in spent.items() if value is not None}
-    seconds |= {LOST: lost_s(run)} if seconds else {}
+    seconds = {ACTIVITY_NAMES.get(phase, phase): value for phase, value in spent.items() if value is not None}
+    seconds |= {LOST_WORK: lost_s(run)} if seconds else {}
     largest_first = sorted(seconds.items(), key=lambda part: -part[1])
     return {activity: value for activity, value in largest_first if value > 0}

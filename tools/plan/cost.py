@@ -23,11 +23,11 @@ from onecurve.telemetry.flops import Device
 
 REACHED_FLOPS = 0.66  # fraction of peak FLOP/s in large bf16 matmuls; measured: 675 to 740 of 990 TFLOP/s
 REACHED_BANDWIDTH = 0.9  # fraction of the memory bandwidth in copies; measured: 4.2 of 4.8 TB/s
-HIDDEN = 2 / 3  # fraction of the computation that is in the backward pass and overlaps with communication
+BACKWARD_SHARE = 2 / 3  # fraction of the computation in the backward pass, which overlaps with communication
 CONTEXT_BYTES = int(0.5 * 2**30)  # memory outside torch's allocator, for the CUDA context and libraries
 QUANTUM = 8  # the number of images per forward pass is a multiple of this number
-RING = {"all_reduce": 2.0}  # bytes sent as a multiple of (n-1)/n; 1 for all other collectives
-LARGE_PART = 0.1  # fraction of the computation above which exposed communication limits the speed
+RING_FACTORS = {"all_reduce": 2.0}  # bytes sent as a multiple of (n-1)/n; 1 for all other collectives
+LARGE_EXPOSED_SHARE = 0.1  # fraction of the computation above which exposed communication limits the speed
 COMPUTE, MEMORY, LAUNCHES = "compute", "memory traffic", "launch overhead"
 LINK, NETWORK = "link", "network"
 
@@ -126,13 +126,13 @@ def step_time(
         LINK: link / (cluster.device.link_gb_s / 2 * 1e9),
         NETWORK: network / (cluster.network_gb_s * 1e9),
     }
-    exposed_s = max(0.0, max(times.values()) - HIDDEN * computing_s)
-    if exposed_s > LARGE_PART * computing_s:
+    exposed_s = max(0.0, max(times.values()) - BACKWARD_SHARE * computing_s)
+    if exposed_s > LARGE_EXPOSED_SHARE * computing_s:
         limit = max(times, key=lambda name: times[name])
     return computing_s + exposed_s, limit
 
 
-def exchanged(trace: Trace, accumulations: int = 1) -> Iterator[Collective]:
+def collectives_of_step(trace: Trace, accumulations: int = 1) -> Iterator[Collective]:
     """Yield all collectives in an optimizer step.
 
     Collectives that run once per step follow the last micro-batch: DDP and ZeRO-1 reduce gradients, FSDP
@@ -160,8 +160,8 @@ def _kernel_times(trace: Trace, device: Device) -> dict[str, float]:
 def traffic(trace: Trace, cluster: Cluster, accumulations: int = 1) -> tuple[float, float]:
     """Return the bytes per step that a device sends within a host, and that a host sends to other hosts."""
     link = network = 0.0
-    for name, moved, ranks in exchanged(trace, accumulations):
-        sent = RING.get(name, 1.0) * moved * (ranks - 1) / ranks
+    for name, moved, ranks in collectives_of_step(trace, accumulations):
+        sent = RING_FACTORS.get(name, 1.0) * moved * (ranks - 1) / ranks
         if cluster.hosts > 1 and ranks == cluster.processes:
             # A ring over all devices crosses each host's network once.
             link, network = link + (sent if cluster.gpus > 1 else 0.0), network + sent

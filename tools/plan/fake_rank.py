@@ -68,10 +68,7 @@ def launchers_environment(config_file: Path, processes: int, hosts: int) -> dict
     else:
         return {}
     launcher_env = {name: value for name, value in env.items() if os.environ.get(name) != value}
-    rank_0: dict[str, object] = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": 0,
-    }  # no process connects
+    rank_0: dict[str, object] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}  # no process connects
     rank_0 |= {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes // hosts}
     return launcher_env | {name: str(value) for name, value in rank_0.items()}
 

@@ -25,10 +25,10 @@ from tools.plan.cost import Cluster, Execution, Trace
 MOST_AT_ONCE = 4  # maximum number of parallel traces, each of which needs about 1 GiB of memory
 STRATEGIES = ("single", "ddp", "fsdp", "hybrid", "zero1", "zero2", "zero3", "offload")
 CONFIGS = {"single": "single_gpu", "hybrid": "fsdp_2x4gpu", "offload": "zero3_offload_4gpu"}
-ALIKE = 1.05  # ratio of two speeds below which the estimates can't distinguish them
-SIZES = ("strategy", "GiB", "images", "largest", "link MB", "net MB")
-HEAD = (*SIZES, "step ms", "images/s", "eff.", "hours", "limited by")
-ROW = "{:<9}{:>7}{:>8}{:>9}{:>9}{:>8}{:>10}{:>10}{:>6}{:>9}  {}"
+EQUAL_SPEED_RATIO = 1.05  # ratio of two speeds below which the estimates can't distinguish them
+SIZE_COLUMNS = ("strategy", "GiB", "images", "largest", "link MB", "net MB")
+TABLE_HEAD = (*SIZE_COLUMNS, "step ms", "images/s", "eff.", "hours", "limited by")
+TABLE_ROW = "{:<9}{:>7}{:>8}{:>9}{:>9}{:>8}{:>10}{:>10}{:>6}{:>9}  {}"
 
 
 # Strategy, trace, number of images per forward pass, and maximum number of images per forward pass
@@ -36,7 +36,7 @@ Candidate = tuple[str, Trace, int, int]
 
 
 @dataclass(frozen=True)
-class Line:
+class PlanLine:
     """Line of the plan for one strategy. All numbers describe one device unless stated otherwise."""
 
     strategy: str
@@ -58,16 +58,15 @@ class Line:
         cells += [_format_cell(self.link_bytes / 1e6), _format_cell(self.network_bytes / 1e6)]
         cells += [_format_cell(self.step_s and self.step_s * 1e3, 1), _format_cell(self.images_per_s)]
         cells += [_format_cell(number, 2) for number in (self.efficiency, self.hours)]
-        return ROW.format(*cells, self.limit)
+        return TABLE_ROW.format(*cells, self.limit)
 
-    def reason(self, best: "Line") -> str:
+    def reason(self, best: "PlanLine") -> str:
         """Return the reason why the strategy in `best` is recommended instead of this strategy."""
         if not self.images:
             return f"at most {self.largest} images per forward pass fit into memory"
         if not self.images_per_s or not best.images_per_s:
-            return (
-                "the optimizer runs on the CPU, which is slower by an amount that this plan does not estimate"
-            )
+            slowdown = "slower by an amount that this plan does not estimate"
+            return f"the optimizer runs on the CPU, which is {slowdown}"
         return f"{best.images_per_s / self.images_per_s:.2f} times as long"
 
 
@@ -97,7 +96,8 @@ def named_device(name: str) -> Device:
     if device := find_device(name):
         return device
     words = partial(re.findall, r"\w+")
-    matches = [d for d in known_devices() if {*words(name.lower())} <= {*words(d.name.lower())}]
+    named_words = {*words(name.lower())}
+    matches = [device for device in known_devices() if named_words <= {*words(device.name.lower())}]
     if not matches:
         names = ", ".join(device.name for device in known_devices())
         raise ValueError(f"--gpu {name} is not in the table of devices. Choose one of {names}.")
@@ -140,7 +140,7 @@ class Planning:
         share_out(self.recipe.batch_size, self.recipe.per_device_batch_size, cluster.processes)
         dtypes = [dtype for dtype in ("bf16", "fp16") if dtype in cluster.device.peaks]
         self.precision = self.recipe.mixed_precision or [*dtypes, "no"][0]
-        self.strategies = possible(cluster.hosts, cluster.gpus, self.recipe.grad_compression)
+        self.strategies = possible_strategies(cluster.hosts, cluster.gpus, self.recipe.grad_compression)
         self.first_speed = 0.0  # images/s per device under the first strategy
         self.least_launches = 0  # number of kernels under the first strategy, the minimum for all engines
 
@@ -190,17 +190,16 @@ class Planning:
             possible_sizes = (size for size in range(1, largest + 1) if batch_size % (size * processes) == 0)
             images = max(possible_sizes, default=0)
             trace = self._trace(strategy, images) if images else trace
-        return strategy, compressed(trace, self.recipe.grad_compression), images, largest
+        return strategy, compress_traffic(trace, self.recipe.grad_compression), images, largest
 
     def _trace(self, strategy: str, size: int) -> Trace:
         """Trace micro-batches of `size` and 2 * `size` images in a new process that does not use GPUs."""
         hosts = 1 if strategy == "single" else self.cluster.hosts
         sizes = f"{size},{2 * size}"
-        script = [*self.script, f"--mixed_precision={self.precision}"]
         arguments = [config_of_strategy(strategy), self._processes(strategy), hosts, sizes]
-        trace_arguments = [*map(str, arguments), self.cluster.device.name, *script]
+        arguments += [self.cluster.device.name, *self.script, f"--mixed_precision={self.precision}"]
         env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, "-m", "tools.plan.trace", *trace_arguments]
+        command = [sys.executable, "-m", "tools.plan.trace", *map(str, arguments)]
         completed = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         if completed.returncode:
             error_lines = [line for line in completed.stderr.splitlines() if line.strip()]
@@ -212,7 +211,7 @@ class Planning:
     def _processes(self, strategy: str) -> int:
         return 1 if strategy == "single" else self.cluster.processes
 
-    def line(self, strategy: str, trace: Trace, share: int, largest: int) -> Line:
+    def line(self, strategy: str, trace: Trace, share: int, largest: int) -> PlanLine:
         """Return the plan's line for a strategy. The efficiency is relative to the first returned line.
 
         Args:
@@ -221,8 +220,8 @@ class Planning:
             share: Number of images per forward pass, or 0 if no batch fits into memory.
             largest: Maximum number of images per forward pass that fit into memory.
         """
-        processes, memory = self._processes(strategy), memory_of(strategy, trace)
-        line = Line(strategy, config_of_strategy(strategy), memory, share, largest, "does not fit")
+        processes, memory = self._processes(strategy), memory_by_part(strategy, trace)
+        line = PlanLine(strategy, config_of_strategy(strategy), memory, share, largest, "does not fit")
         if not share:
             return line
         self.least_launches = self.least_launches or len(trace.operations)
@@ -256,7 +255,7 @@ class Planning:
         is_graph &= recipe.optimizer in ("adamw", "sgd" if fuses_sgd else "adamw")
         return Execution.of(recipe.compile, is_graph)
 
-    def recommendation(self, lines: Sequence[Line]) -> str:
+    def recommendation(self, lines: Sequence[PlanLine]) -> str:
         """Return a text with the recommended strategy, its command, and reasons against other strategies."""
         candidates = [line for line in lines if line.strategy != "single" or self.cluster.processes == 1]
         if not (fitting := [line for line in candidates if line.images]):
@@ -264,8 +263,8 @@ class Planning:
         fastest = max(line.images_per_s or 0 for line in fitting)
         # Later strategies shard more, so the first of several equally fast strategies is the simplest
         # strategy.
-        best = next(line for line in fitting if (line.images_per_s or 0) >= fastest / ALIKE)
-        reason = f"the simplest strategy within {(ALIKE - 1) * 100:.0f} % of the fastest"
+        best = next(line for line in fitting if (line.images_per_s or 0) >= fastest / EQUAL_SPEED_RATIO)
+        reason = f"the simplest strategy within {(EQUAL_SPEED_RATIO - 1) * 100:.0f} % of the fastest"
         if best.limit == cost.LAUNCHES:  # the estimate ignores differences in launch overhead
             best = next(line for line in fitting if line.limit == cost.LAUNCHES)
             reason = "the simplest strategy that is limited by launch overhead"
@@ -285,7 +284,7 @@ def config_of_strategy(strategy: str) -> str:
     return f"accelerate_configs/{CONFIGS.get(strategy, f'{strategy}_4gpu')}.yaml"
 
 
-def possible(hosts: int, gpus: int, grad_compression: str) -> list[str]:
+def possible_strategies(hosts: int, gpus: int, grad_compression: str) -> list[str]:
     """Return the names of all strategies that a cluster with `gpus` devices per host can use."""
     if hosts * gpus == 1:
         return ["single", "offload"]
@@ -294,7 +293,7 @@ def possible(hosts: int, gpus: int, grad_compression: str) -> list[str]:
     return [name for name in STRATEGIES if name != "hybrid" or (hosts > 1 and gpus > 1)]
 
 
-def compressed(trace: Trace, grad_compression: str) -> Trace:
+def compress_traffic(trace: Trace, grad_compression: str) -> Trace:
     """Halve the bytes of DDP's collectives if --grad_compression makes DDP exchange gradients in 16 bits."""
     if grad_compression == "no" or trace.strategy != "ddp":
         return trace
@@ -302,7 +301,7 @@ def compressed(trace: Trace, grad_compression: str) -> Trace:
     return replace(trace, collectives=halved)
 
 
-def memory_of(strategy: str, trace: Trace) -> dict[str, int]:
+def memory_by_part(strategy: str, trace: Trace) -> dict[str, int]:
     """Return the bytes in each category of a device's memory at the step's peak.
 
     MemTracker does not recognise DDP's gradients, because these gradients are views of buckets. This function
@@ -310,17 +309,17 @@ def memory_of(strategy: str, trace: Trace) -> dict[str, int]:
     """
     peak = next(iter(trace.peaks.values()))  # peak at the planned number of images
     optimizer = min(trace.optimizer, peak["Total"] - trace.parameters)
-    remaining = peak["Total"] - trace.parameters - optimizer
-    activations = min(peak.get("Activation", 0), remaining)
-    buffers = min(peak.get("Buffer", 0), remaining - activations)
-    remaining -= activations + buffers
-    gradients = min(peak.get("Gradient", 0) or trace.gradients, remaining)
+    other_bytes = peak["Total"] - trace.parameters - optimizer
+    activations = min(peak.get("Activation", 0), other_bytes)
+    buffers = min(peak.get("Buffer", 0), other_bytes - activations)
+    other_bytes -= activations + buffers
+    gradients = min(peak.get("Gradient", 0) or trace.gradients, other_bytes)
     return {
         "parameters": trace.parameters,
         "optimizer": 0 if strategy == "offload" else optimizer,
         "activations": activations,
         "buffers": buffers,
         "gradients": gradients,
-        "buckets_temporaries": remaining - gradients,
+        "buckets_temporaries": other_bytes - gradients,
         "context": cost.CONTEXT_BYTES,
     }

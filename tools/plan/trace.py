@@ -61,7 +61,7 @@ COLLECTIVES = {
 DispatchMode: Any = torch_fakes.dispatch_mode()
 # Maximum number of extrapolations in the search for the largest size that fits into memory. Memory is a
 # convex, piecewise linear function of the size, and each extrapolation is based on two sizes.
-LINES = 6
+MAX_EXTRAPOLATIONS = 6
 WITH_KERNELS = ("aten", "onecurve")  # operator namespaces of torch and onecurve.models.attention_kernels
 WITHOUT_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias")
 
@@ -79,31 +79,26 @@ class _Operations(DispatchMode):
         result = func(*args, **kwargs)
         operator = func.overloadpacket.__name__
         if func.namespace == "c10d":
-            self._collective(operator, args)
+            self._record_collective(operator, args)
         elif func.namespace in WITH_KERNELS and not func.is_view and operator not in WITHOUT_KERNEL:
             written = [tensor for tensor in leaves(result) if isinstance(tensor, Tensor)]
             if written:
                 read = [tensor for tensor in leaves((args, kwargs)) if isinstance(tensor, Tensor)]
                 formula = flop_registry.get(func.overloadpacket)
                 flops = formula(*args, **kwargs, out_val=result) if formula else 0
-                moved_bytes = sum(
-                    tensor.nbytes for tensor in {id(tensor): tensor for tensor in (*read, *written)}.values()
-                )
+                distinct_tensors = {id(tensor): tensor for tensor in (*read, *written)}.values()
+                moved_bytes = sum(tensor.nbytes for tensor in distinct_tensors)
                 if moved_bytes:  # operators on empty tensors do not launch a kernel
-                    self.kernels.append(
-                        (str(written[0].dtype).removeprefix("torch."), int(flops), moved_bytes)
-                    )
+                    dtype = str(written[0].dtype).removeprefix("torch.")
+                    self.kernels.append((dtype, int(flops), moved_bytes))
         return result
 
-    def _collective(self, operator: str, args: tuple[Any, ...]) -> None:
+    def _record_collective(self, operator: str, args: tuple[Any, ...]) -> None:
         if operator in COLLECTIVES:
             collective, index = COLLECTIVES[operator]
             moved_bytes = sum(tensor.nbytes for tensor in leaves(args[index]) if isinstance(tensor, Tensor))
-            group = next(
-                argument
-                for argument in args
-                if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument)
-            )
+            scripted = [argument for argument in args if isinstance(argument, torch.ScriptObject)]
+            group = next(argument for argument in scripted if "ProcessGroup" in str(argument))
             self.collectives.append((collective, moved_bytes, dist.ProcessGroup.unbox(group).size()))
 
 
@@ -132,10 +127,8 @@ class Training:
         self.script = script = load_script(Path(words[0]))
         recipe = recipe_of(script, words[1:])
         if not (isinstance(recipe, ImageRecipe) and hasattr(script, "build_model")):
-            raise ValueError(
-                f"{words[0]} does not define build_model(). plan.py supports only scripts that train on"
-                " images."
-            )
+            supported = "plan.py supports only scripts that train on images."
+            raise ValueError(f"{words[0]} does not define build_model(). {supported}")
         recipe = dataclasses.replace(untrained(recipe), grad_compression="no", compile="no")
         self.recipe = recipe
         batch = Batch(size * processes, size, processes, 1)
@@ -179,12 +172,7 @@ def _has_kernel(device: Device, accelerator: JobAccelerator) -> bool:
 
 
 def trace(
-    config_file: Path,
-    processes: int,
-    hosts: int,
-    sizes: list[int],
-    device: Device | None,
-    words: list[str],
+    config_file: Path, processes: int, hosts: int, sizes: list[int], device: Device | None, words: list[str]
 ) -> Trace:
     """Trace an optimizer step of rank 0 with one micro-batch of each size."""
     training = Training(config_file, processes, hosts, sizes[0], words, device)
@@ -203,9 +191,8 @@ def trace(
 
         def count_gradients() -> None:
             nonlocal gradients
-            gradients = sum(
-                _local_bytes(parameter.grad) for parameter in model.parameters() if parameter.grad is not None
-            )
+            all_gradients = [parameter.grad for parameter in model.parameters()]
+            gradients = sum(_local_bytes(gradient) for gradient in all_gradients if gradient is not None)
 
         def step(size: int) -> None:
             # Use the memory format of images augmented by onecurve.numerics.augment.
@@ -218,10 +205,9 @@ def trace(
         def find_peak(size: int) -> None:
             torch_fakes.forget_peak(tracker)
             step(size)
-            peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+            snapshot = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
             peaks[size] = {
-                str(getattr(category, "value", category)): category_bytes
-                for category, category_bytes in peak.items()
+                str(getattr(name, "value", name)): peak_bytes for name, peak_bytes in snapshot.items()
             }
 
         with tracker:
@@ -232,23 +218,17 @@ def trace(
             recorded.collectives += exchanged
             for size in sizes:
                 find_peak(size)
-            for _ in range(LINES if memory_bytes else 0):
+            for _ in range(MAX_EXTRAPOLATIONS if memory_bytes else 0):
                 if (largest := largest_size(peaks, memory_bytes)) == 0 or largest in peaks:
                     break
                 find_peak(largest)
                 find_peak(largest + QUANTUM)
     state_tensors = [tensor for tensor in leaves(layout.states()) if isinstance(tensor, Tensor)]
     state_tensors += [*(layout.local if layout.is_flat else ()), *averages]
-    return Trace(
-        strategy(training.accelerator),
-        precision(training.accelerator),
-        peaks,
-        sum(_local_bytes(parameter) for parameter in model.parameters()),
-        sum(map(_local_bytes, state_tensors)),
-        recorded.kernels,
-        recorded.collectives,
-        gradients,
-    )
+    engine, dtype = strategy(training.accelerator), precision(training.accelerator)
+    parameter_bytes = sum(map(_local_bytes, model.parameters()))
+    memory = (peaks, parameter_bytes, sum(map(_local_bytes, state_tensors)))
+    return Trace(engine, dtype, *memory, recorded.kernels, recorded.collectives, gradients)
 
 
 def _local_bytes(tensor: Any) -> int:
@@ -257,13 +237,11 @@ def _local_bytes(tensor: Any) -> int:
 
 def main() -> None:
     config_file, processes, hosts, sizes, device = sys.argv[1:6]
-    script_words = sys.argv[6:]
-    sys.argv[:] = script_words  # error messages start with the script's name
-    size_list = [int(size) for size in sizes.split(",")]
+    words = sys.argv[6:]
+    sys.argv[:] = words  # error messages start with the script's name
+    job = (Path(config_file), int(processes), int(hosts))
     try:
-        step_trace = trace(
-            Path(config_file), int(processes), int(hosts), size_list, find_device(device), script_words
-        )
+        step_trace = trace(*job, [int(size) for size in sizes.split(",")], find_device(device), words)
     except ValueError as error:
         sys.exit(f"error: {error}")
     print(json.dumps(dataclasses.asdict(step_trace)), flush=True)

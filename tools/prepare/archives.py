@@ -76,12 +76,12 @@ class Stream:
 
     def read(self, count: int) -> bytes:
         """Read `count` bytes. At the end of the stream, return the remaining bytes."""
-        pieces = []
+        slices = []
         while count and (self._next_index < len(self._chunk) or self._next_chunk()):
-            pieces.append(self._chunk[self._next_index : self._next_index + count])
-            self._next_index += len(pieces[-1])
-            count -= len(pieces[-1])
-        return b"".join(pieces)
+            slices.append(self._chunk[self._next_index : self._next_index + count])
+            self._next_index += len(slices[-1])
+            count -= len(slices[-1])
+        return b"".join(slices)
 
     def seek(self, position: int) -> None:
         """Move forward to a position.
@@ -107,10 +107,9 @@ class Stream:
         self._chunk_position += len(self._chunk)
         self._chunk, self._next_index = next(self._chunks, b""), 0
         if not self._chunk and self._chunk_position < self.size:
-            raise ValueError(
-                f"{self.where} ended early, at byte {self._chunk_position:,} of {self.size:,}. Do not change"
-                " the source during a read, and run the same command again."
-            )
+            remedy = "Do not change the source during a read, and run the same command again."
+            end = f"at byte {self._chunk_position:,} of {self.size:,}"
+            raise ValueError(f"{self.where} ended early, {end}. {remedy}")
         if self._hash is not None:
             if self._hashing is not None:
                 self._hashing.result()
@@ -208,12 +207,10 @@ def members(archive: Member) -> Iterator[Member]:
     if headers.last != bytes(tarfile.BLOCKSIZE):  # tarfile stops at an invalid header without an error
         damage = f"is truncated or damaged at byte {headers.tell():,}, because the end mark is missing"
         raise ValueError(f"{archive.where} {damage}. {GET_AGAIN}.")
-    while remaining := headers.read(LARGEST_HEADER_BYTES):
-        if any(remaining):
-            raise ValueError(
-                f"{archive.where} contains data after its end mark. Archives that were joined with cat"
-                " can't be read. Pass each archive separately."
-            )
+    while remaining_bytes := headers.read(LARGEST_HEADER_BYTES):
+        if any(remaining_bytes):
+            remedy = "Archives that were joined with cat can't be read. Pass each archive separately."
+            raise ValueError(f"{archive.where} contains data after its end mark. {remedy}")
 
 
 def _checked_member(archive: Member, header: tarfile.TarInfo, archive_end: int) -> Member:
@@ -226,13 +223,10 @@ def _checked_member(archive: Member, header: tarfile.TarInfo, archive_end: int) 
     elif not 0 <= header.size <= max_bytes:
         problem = f"has {header.size:,} bytes. The maximum is {max_bytes:,} bytes"
     if problem:
-        shown_name = header.name if header.name.isprintable() and header.name else ascii(header.name)
-        raise ValueError(
-            f"{archive.where}: {shown_name[:200]} {problem}. {GET_AGAIN}, or rebuild it without this file."
-        )
+        shown = header.name if header.name.isprintable() and header.name else ascii(header.name)
+        remedy = f"{GET_AGAIN}, or rebuild it without this file."
+        raise ValueError(f"{archive.where}: {shown[:200]} {problem}. {remedy}")
     if header.offset_data + header.size > archive_end:
-        raise ValueError(
-            f"{archive.where} is truncated and contains only {archive_end - header.offset_data:,} of the"
-            f" {header.size:,} bytes of {name}. {GET_AGAIN}."
-        )
+        present = f"only {archive_end - header.offset_data:,} of the {header.size:,} bytes of {name}"
+        raise ValueError(f"{archive.where} is truncated and contains {present}. {GET_AGAIN}.")
     return Member(archive.stream, f"{archive.where}: {name}", name, header.offset_data, header.size)

@@ -22,8 +22,8 @@ MD5 = {  # from https://image-net.org/challenges/LSVRC/2012/2012-downloads.php, 
 CLASSES = 1000
 VAL_PER_CLASS = 50
 
-META = "data/meta.mat"
-TRUTH = "data/ILSVRC2012_validation_ground_truth.txt"
+META_FILE = "data/meta.mat"
+LABELS_FILE = "data/ILSVRC2012_validation_ground_truth.txt"
 VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})(\.JPEG)?")
 LARGEST_DEVKIT_BYTES = 2**28  # larger archives are not the development kit, and may not fit into memory
 
@@ -43,15 +43,14 @@ def read_devkit(stream: Stream, subset: bool = False) -> tuple[dict[str, str], n
         ValueError: If a file is missing, damaged or inconsistent. The message contains the archive's name.
     """
     files = _unpack(stream)
-    if missing := [name for name in (META, TRUTH) if name not in files]:
+    if missing := [name for name in (META_FILE, LABELS_FILE) if name not in files]:
         raise ValueError(f"{stream.where} does not contain {missing[0]}. Pass {DEVKIT} (tasks 1 and 2).")
-    wnid_of_id, words = _read_classes(f"{stream.where}: {META}", files[META])
+    wnid_of_id, words = _read_classes(f"{stream.where}: {META_FILE}", files[META_FILE])
     label_of = {wnid: label for label, wnid in enumerate(words)}
-    truth_name, ids = f"{stream.where}: {TRUTH}", files[TRUTH].decode(errors="replace").split()
+    truth_name, ids = f"{stream.where}: {LABELS_FILE}", files[LABELS_FILE].decode(errors="replace").split()
     if unknown := set(ids) - set(map(str, wnid_of_id)):
-        raise ValueError(
-            f"{truth_name} contains the id {min(unknown)!a}, which is not a class in {META}. {GET_AGAIN}."
-        )
+        problem = f"the id {min(unknown)!a}, which is not a class in {META_FILE}"
+        raise ValueError(f"{truth_name} contains {problem}. {GET_AGAIN}.")
     labels = np.array([label_of[wnid_of_id[int(id_)]] for id_ in ids], dtype=np.int64)
     if not subset:
         check_classes(stream.where, len(wnid_of_id))
@@ -80,10 +79,9 @@ def read_val_labels(stream: Stream, wnids: Sequence[str], subset: bool = False) 
     if not rows:
         raise ValueError(f"{stream.where} contains no labels. Write one label per line.")
     if "0" not in classes and str(len(wnids)) in classes and all(name.isdecimal() for name in classes):
-        raise ValueError(
-            f"{stream.where} numbers the classes from 1, like the development kit, which orders the classes"
-            f" differently. Pass --devkit {DEVKIT}, or a list of WordNet ids."
-        )
+        problem = "numbers the classes from 1, like the development kit, which orders the classes differently"
+        remedy = f"Pass --devkit {DEVKIT}, or a list of WordNet ids."
+        raise ValueError(f"{stream.where} {problem}. {remedy}")
     for line_number, (row, name) in enumerate(zip(rows, classes, strict=True), 1):
         if name not in label_of:
             where = f"{stream.where} line {line_number}"
@@ -118,7 +116,7 @@ def _check_count(template: str, count: int, published: int) -> None:
 
 
 def _unpack(stream: Stream) -> dict[str, bytes]:
-    """Return the contents of the files META and TRUTH, if the archive contains them."""
+    """Return the contents of the files META_FILE and LABELS_FILE, if the archive contains them."""
     files = {}
     try:
         # Decompress the whole file, so that its checksum is verified.
@@ -126,7 +124,7 @@ def _unpack(stream: Stream) -> dict[str, bytes]:
         with tarfile.open(fileobj=io.BytesIO(content)) as archive:
             for member in archive:
                 name = member.name.partition("/")[2]  # all files are in a single folder
-                if name in (META, TRUTH) and (file := archive.extractfile(member)):
+                if name in (META_FILE, LABELS_FILE) and (file := archive.extractfile(member)):
                     files[name] = file.read()
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         raise ValueError(f"{stream.where} is damaged or is not a gzip file ({error}). {GET_AGAIN}.") from None
@@ -147,18 +145,15 @@ def _read_classes(where: str, content: bytes) -> tuple[dict[int, str], dict[str,
         synsets = loadmat(io.BytesIO(content), squeeze_me=True, variable_names=["synsets"])["synsets"]
         fields = ("ILSVRC2012_ID", "WNID", "words", "num_children")
         synset_rows = zip(*(np.atleast_1d(synsets)[field] for field in fields), strict=True)
-        leaves = [
-            (int(id_), str(wnid), str(words)) for id_, wnid, words, children in synset_rows if children == 0
-        ]
+        leaf_rows = [row[:3] for row in synset_rows if row[3] == 0]
+        leaves = [(int(id_), str(wnid), str(words)) for id_, wnid, words in leaf_rows]
     except Exception as error:  # loadmat's errors have no common base class
-        raise ValueError(
-            f"{where} can't be read as a list of synsets ({type(error).__name__}). {GET_AGAIN}."
-        ) from None
+        problem = f"can't be read as a list of synsets ({type(error).__name__})"
+        raise ValueError(f"{where} {problem}. {GET_AGAIN}.") from None
     wnids = {id_: wnid for id_, wnid, _ in leaves}
     names = {wnid: words for _, wnid, words in leaves}
     are_unique = len(wnids) == len(names) == len(leaves) > 0
     if not are_unique or not all(re.fullmatch(r"n\d{8}", wnid) for wnid in names):
-        raise ValueError(
-            f"{where} contains classes without a unique WordNet id or ILSVRC2012 id. {GET_AGAIN}."
-        )
+        problem = "contains classes without a unique WordNet id or ILSVRC2012 id"
+        raise ValueError(f"{where} {problem}. {GET_AGAIN}.")
     return wnids, dict(sorted(names.items()))

@@ -15,7 +15,7 @@ from onecurve.system.s3 import ObjectStore
 from tools.prepare.originals import Originals
 
 # Names of files that a preparation writes
-WRITTEN = re.compile(r"(train|val)(-\d{5,}\.tar|_index\.npy|_names\.txt)")
+OUTPUTS = re.compile(r"(train|val)(-\d{5,}\.tar|_index\.npy|_names\.txt)")
 
 
 class Journal:
@@ -45,9 +45,8 @@ class Journal:
         descriptor = os.open(self.folder, os.O_RDONLY)
         try:
             if not try_lock(descriptor):
-                raise ValueError(
-                    f"another process prepares images in {self.folder}. Wait until that process ends."
-                )
+                problem = f"another process prepares images in {self.folder}"
+                raise ValueError(f"{problem}. Wait until that process ends.")
             path, url = self.folder / JOURNAL, self.store and self.store.url
             if path.exists():
                 self.left = read_json(path)
@@ -87,16 +86,15 @@ class Journal:
         self._check_settings(manifest["settings"])
         splits = manifest["splits"]
         expected_sizes = {index_name(split): None for split in splits}
-        shards = (shard for split in splits.values() for shard in split["shards"])
-        expected_sizes |= {s["file"]: s["bytes"] for s in shards if not s["file"].startswith("s3://")}
+        shards = [shard for split in splits.values() for shard in split["shards"]]
+        local_shards = [shard for shard in shards if not shard["file"].startswith("s3://")]
+        expected_sizes |= {shard["file"]: shard["bytes"] for shard in local_shards}
         stored = set() if self.store is None else set(self.store.list())
         for file, size in expected_sizes.items():
             path = self.folder / file
             if file not in stored and not (path.is_file() and size in (None, path.stat().st_size)):
-                raise ValueError(
-                    f"{self.out} was complete, but {file} is missing or has a different size."
-                    f" Empty {self.out} and run the command again."
-                )
+                problem = f"{self.out} was complete, but {file} is missing or has a different size"
+                raise ValueError(f"{problem}. Empty {self.out} and run the command again.")
         if (self.folder / JOURNAL).exists():  # an earlier process was killed before it removed the journal
             self._remove()
         return splits
@@ -104,11 +102,11 @@ class Journal:
     def _check_settings(self, settings: dict[str, Any]) -> None:
         for name, value in self.settings.items():
             if settings.get(name) != value:
-                raise ValueError(
-                    f"{self.out} was started with different settings: {name} was {settings.get(name)} and is"
-                    f" now {value}. Pass a new {'--out and --work_dir' if self.store else '--out'}, or empty"
-                    f" {self.out}."
+                change = f"{name} was {settings.get(name)} and is now {value}"
+                remedy = (
+                    f"Pass a new {'--out and --work_dir' if self.store else '--out'}, or empty {self.out}."
                 )
+                raise ValueError(f"{self.out} was started with different settings: {change}. {remedy}")
 
     # --- Begin or resume
 
@@ -128,7 +126,7 @@ class Journal:
         }
         if journal is not None:
             for path in self.folder.iterdir():
-                if (name := WRITTEN.fullmatch(path.name)) and name[1] not in journal["splits"]:
+                if (name := OUTPUTS.fullmatch(path.name)) and name[1] not in journal["splits"]:
                     path.unlink()
         if journal is None or not journal["splits"]:
             self._check_empty()
@@ -140,10 +138,8 @@ class Journal:
         self._check_settings(journal["settings"] | inputs)
         for split, entry in journal["splits"].items():
             if self.dataset.hashed and not entry.get("verified", True):
-                raise ValueError(
-                    f"{split} was finished with --no_verify. Resume with --no_verify, or remove {self.folder}"
-                    " and run the command again."
-                )
+                remedy = f"Resume with --no_verify, or remove {self.folder} and run the command again."
+                raise ValueError(f"{split} was finished with --no_verify. {remedy}")
         self._check_inputs(journal)
         self.content = journal | header
         self._save()
@@ -151,36 +147,31 @@ class Journal:
 
     def _check_empty(self) -> None:
         if foreign_names := [file.name for file in self.folder.iterdir() if file.name[0] != "."]:
-            raise ValueError(
-                f"{self.folder} contains other files, such as {foreign_names[0]}. Pass a new folder."
-            )
+            problem = f"contains other files, such as {foreign_names[0]}"
+            raise ValueError(f"{self.folder} {problem}. Pass a new folder.")
         if self.store is not None:
             self.store.probe()
             # Accept hidden objects, for example from a killed probe, and accept shards whose --work_dir was
             # lost.
             has_started = self.store.read(JOURNAL) is not None
             visible_keys = [key for key in self.store.list() if key[0] != "."]
-            foreign_names = [key for key in visible_keys if not (has_started and WRITTEN.fullmatch(key))]
-            if foreign_names:
-                raise ValueError(
-                    f"{self.store.url} contains other objects, such as {foreign_names[0]}. Pass a new prefix."
-                )
+            if foreign_names := [key for key in visible_keys if not (has_started and OUTPUTS.fullmatch(key))]:
+                problem = f"contains other objects, such as {foreign_names[0]}"
+                raise ValueError(f"{self.store.url} {problem}. Pass a new prefix.")
             self.store.write(JOURNAL, json.dumps({"settings": self.settings}).encode())
 
     def _check_inputs(self, journal: dict[str, Any]) -> None:
         """Raise ValueError if a finished split's input has been replaced."""
         for part in sorted(journal["settings"]["inputs"].keys() | self.dataset.parts.keys()):
-            recorded = journal["settings"]["inputs"].get(part), journal["versions"].get(part)
+            recorded = (journal["settings"]["inputs"].get(part), journal["versions"].get(part))
             change = f"{part} changed"
             if journal["classes"] != self.dataset.classes:  # different classes change the labels
                 change = "the list of classes changed"
             elif recorded == (self.dataset.bytes.get(part), self.dataset.versions.get(part)):
                 continue
             if part == "devkit" or part in journal["splits"]:
-                raise ValueError(
-                    f"{change} since the preparation in {self.folder} started. Remove the folder"
-                    " and start again."
-                )
+                problem = f"{change} since the preparation in {self.folder} started"
+                raise ValueError(f"{problem}. Remove the folder and start again.")
 
     # --- Progress
 
@@ -200,13 +191,11 @@ class Journal:
             write_bytes(self.folder / MANIFEST, content)
         else:
             new_files = {shard["file"] for split in splits.values() for shard in split["shards"]}
-            new_files = {file for file in (*new_files, *map(index_name, splits)) if WRITTEN.fullmatch(file)}
-            stored = set(filter(WRITTEN.fullmatch, self.store.list()))
+            new_files = {file for file in (*new_files, *map(index_name, splits)) if OUTPUTS.fullmatch(file)}
+            stored = set(filter(OUTPUTS.fullmatch, self.store.list()))
             if missing_files := new_files - stored:
-                raise ValueError(
-                    f"{min(missing_files)} is neither in {self.folder} nor in {self.out}."
-                    f" Remove {self.folder} and start again."
-                )
+                problem = f"{min(missing_files)} is neither in {self.folder} nor in {self.out}"
+                raise ValueError(f"{problem}. Remove {self.folder} and start again.")
             # Delete additional shards that an earlier start uploaded, because readers of train-*.tar would
             # read them.
             self.store.delete(sorted(stored - new_files - {*map(names_file, splits)}))

@@ -32,11 +32,11 @@ from tools.prepare.devkit import MD5, VAL_NAME, check_classes, read_devkit, read
 
 WNID = re.compile(r"n\d{8}")
 # Files that list the classes of images outside class folders
-KAGGLE, TINY = "LOC_val_solution.csv", "val_annotations.txt"
+KAGGLE_LIST, TINY_LIST = "LOC_val_solution.csv", "val_annotations.txt"
 BATCH_IMAGES, BATCH_BYTES = 32, 2**23
-BEGINS = {b"\x89PNG": ".png", b"RIFF": ".webp", b"BM": ".bmp"}
+MAGIC_BYTES = {b"\x89PNG": ".png", b"RIFF": ".webp", b"BM": ".bmp"}
 
-Label = Callable[[str | None, str], int]  # maps a class name and a file name to a label
+LabelFunction = Callable[[str | None, str], int]  # maps a class name and a file name to a label
 
 
 class ImageFile(NamedTuple):
@@ -90,9 +90,8 @@ def class_tars(archive: Member) -> Iterator[ImageGroup]:
         if is_hidden(name):
             continue
         if not name.endswith(".tar"):
-            raise ValueError(
-                f"{outer.where} is not a class tar. Pass a tar that contains <class>.tar archives of images."
-            )
+            remedy = "Pass a tar that contains <class>.tar archives of images."
+            raise ValueError(f"{outer.where} is not a class tar. {remedy}")
         yield ImageGroup(name.removesuffix(".tar"), outer.where, members(outer))
 
 
@@ -127,17 +126,15 @@ def list_folders(root: Path, left_out: LeftOut | None = None) -> dict[str, list[
     classes = without_empty("", classes, left_out)
     if not classes:
         if LOOSE in left_out.first:
-            raise ValueError(
-                f"{root} contains images outside class folders. Put {KAGGLE},"
-                " which lists the classes of the images, next to the folder."
-            )
+            remedy = f"Put {KAGGLE_LIST}, which lists the classes of the images, next to the folder."
+            raise ValueError(f"{root} contains images outside class folders. {remedy}")
         raise ValueError(f"{root} contains no images ({' '.join(EXTENSIONS)})")
     return classes
 
 
 def _find_class_list(root: Path) -> Path | None:
     """Find the file that lists the images' classes, in the folder or at most four levels above."""
-    files = (root / TINY, *(parent / KAGGLE for parent in (root, *root.absolute().parents[:4])))
+    files = (root / TINY_LIST, *(parent / KAGGLE_LIST for parent in (root, *root.absolute().parents[:4])))
     return next(filter(Path.is_file, files), None)
 
 
@@ -153,7 +150,7 @@ def _group_by_list(root: Path, paths: list[str], file: Path) -> dict[str, list[s
     return dict(sorted(paths_by_class.items()))
 
 
-def labeled(groups: Iterable[ImageGroup], label: Label) -> Iterator[LabeledFile]:
+def labeled_files(groups: Iterable[ImageGroup], label: LabelFunction) -> Iterator[LabeledFile]:
     """Yield the images in the groups with their labels. Skip hidden files and files that are not images.
 
     Raises:
@@ -191,10 +188,10 @@ def labeled(groups: Iterable[ImageGroup], label: Label) -> Iterator[LabeledFile]
             raise ValueError(f"{where} contains no images ({' '.join(EXTENSIONS)})")
 
 
-def batches(groups: Iterable[ImageGroup], label: Label) -> Iterator[ImageBatch]:
+def batches(groups: Iterable[ImageGroup], label: LabelFunction) -> Iterator[ImageBatch]:
     """Yield all images in batches. Each batch contains images from only one group."""
     images, batch_bytes, previous = list[RawImage](), 0, None
-    for labeled_file in labeled(groups, label):
+    for labeled_file in labeled_files(groups, label):
         is_full = len(images) == BATCH_IMAGES or batch_bytes >= BATCH_BYTES
         if previous and (labeled_file.group > previous.group or is_full):
             yield ImageBatch(previous.where, images, batch_bytes, previous.group, [])
@@ -222,7 +219,7 @@ class Originals:
         self.versions: dict[str, str | None] = {}  # text that changes with the content, or None if unknown
         self.listings: dict[str, str] = {}  # hash of all class names, file names and sizes in each folder
         self.classes: list[dict[str, str]] = []  # keys "wnid" and "name" for each class, in label order
-        self.labels: dict[str, Label] = {}
+        self.labels: dict[str, LabelFunction] = {}
         self.find()
 
     def find(self) -> None:
@@ -235,7 +232,7 @@ class Originals:
                 if text := str(left_out):
                     print(f"left out: {text}", flush=True)
                 paths = [path for images in listed[part].values() for path in images]
-                self.bytes[part], self.versions[part] = measured(Path(where), paths)
+                self.bytes[part], self.versions[part] = size_and_version(Path(where), paths)
                 rows = [(path, os.stat(Path(where) / path).st_size) for path in paths]
                 self.listings[part] = digest(rows)[:16]
             else:
@@ -252,7 +249,7 @@ class Originals:
         with self.open(split, hashed=False) as (groups, _):
             names = sorted(group.class_name or "" for group in groups)
         self.classes = [{"wnid": name, "name": name} for name in names]
-        self.labels = dict.fromkeys(SPLITS, by_class(names))
+        self.labels = dict.fromkeys(SPLITS, label_by_class(names))
 
     @contextlib.contextmanager
     def open(self, split: str, hashed: bool) -> Iterator[tuple[Iterator[ImageGroup], Stream | None]]:
@@ -273,10 +270,9 @@ class Originals:
 
     def check_md5(self, part: str, stream: Stream) -> None:
         if (md5 := stream.digest()) != MD5[part]:
-            raise ValueError(
-                f"{stream.where} is not the published file. The file's MD5 is {md5}, but {MD5[part]} is"
-                " expected. Download the file again, or add --no_verify to use a different file."
-            )
+            problem = f"The file's MD5 is {md5}, but {MD5[part]} is expected"
+            remedy = "Download the file again, or add --no_verify to use a different file."
+            raise ValueError(f"{stream.where} is not the published file. {problem}. {remedy}")
 
     def name_classes(self, largest: int) -> None:
         """Check that each label up to `largest` has a class name."""
@@ -303,7 +299,7 @@ class Ilsvrc(Originals):
         with open_stream(self.parts["devkit"]) as stream:
             words, val_labels = read_devkit(stream, self.subset)
         self.classes = [{"wnid": wnid, "name": name} for wnid, name in words.items()]
-        self.labels = {"train": by_class([*words]), "val": by_number(val_labels)}
+        self.labels = {"train": label_by_class([*words]), "val": label_by_number(val_labels)}
         self.counts = {"train": len(words), "val": len(val_labels)}
 
     def _read_classes_of_train(self) -> None:
@@ -315,7 +311,7 @@ class Ilsvrc(Originals):
         if "val_labels" in self.parts:
             with open_stream(self.parts["val_labels"]) as stream:
                 val_labels = read_val_labels(stream, wnids, self.subset)
-            self.labels["val"], self.counts["val"] = by_number(val_labels), len(val_labels)
+            self.labels["val"], self.counts["val"] = label_by_number(val_labels), len(val_labels)
 
     def groups(self, split: str, archive: Member) -> Iterator[ImageGroup]:
         if split == "val":
@@ -325,10 +321,9 @@ class Ilsvrc(Originals):
     def check(self, split: str, groups: int, images: int, stream: Stream | None) -> None:
         count, noun = (groups, "classes") if split == "train" else (images, "images")
         if not self.subset and count != self.counts[split]:
-            raise ValueError(
-                f"{self.parts[split]} contains {count:,} {noun} instead of {self.counts[split]:,}."
-                " Download the archive again, or add --subset to use a subset."
-            )
+            problem = f"contains {count:,} {noun} instead of {self.counts[split]:,}"
+            remedy = "Download the archive again, or add --subset to use a subset."
+            raise ValueError(f"{self.parts[split]} {problem}. {remedy}")
         super().check(split, groups, images, stream)
 
 
@@ -340,14 +335,13 @@ class ParquetFolder(Originals):
         if not folder.is_dir() or (tables := parquet_files(folder)) is None:
             raise ValueError(f"--data {folder} contains no train-*.parquet. Pass a folder with such files.")
         if (val := used_splits(tables).get("val")) is None:
-            raise ValueError(
-                f"--data {folder} contains train-*.parquet, but no val-, valid- or test-*.parquet"
-            )
+            missing = "no val-, valid- or test-*.parquet"
+            raise ValueError(f"--data {folder} contains train-*.parquet, but {missing}")
         files = {"train": tables["train"], "val": tables[val]}
         self.tables = {split: [Table(str(path), path) for path in paths] for split, paths in files.items()}
         for split, paths in files.items():
             names = [str(path.relative_to(folder)) for path in paths]
-            self.bytes[split], self.versions[split] = measured(folder, names)
+            self.bytes[split], self.versions[split] = size_and_version(folder, names)
 
     def read_classes(self) -> None:
         names, labels = read_labels(self.tables, BY_TYPE, lambda: None)
@@ -357,7 +351,7 @@ class ParquetFolder(Originals):
     @contextlib.contextmanager
     def open(self, split: str, hashed: bool) -> Iterator[tuple[Iterator[ImageGroup], Stream | None]]:
         def image(row: int, content: bytes) -> ImageFile:  # unknown formats are refused later, by the decoder
-            extension = next((end for begin, end in BEGINS.items() if content.startswith(begin)), ".jpg")
+            extension = next((end for begin, end in MAGIC_BYTES.items() if content.startswith(begin)), ".jpg")
             return ImageFile(f"{row:09d}{extension}", partial(bytes, content))
 
         contents = read_images(self.tables[split], BY_TYPE, lambda: None)
@@ -365,7 +359,7 @@ class ParquetFolder(Originals):
         yield iter([ImageGroup(None, self.parts[split], files)]), None
 
 
-def measured(folder: Path, paths: list[str]) -> tuple[int, str]:
+def size_and_version(folder: Path, paths: list[str]) -> tuple[int, str]:
     """Return the files' total size in bytes, and a version that changes when any of the files changes."""
     stats = [os.stat(folder / path) for path in paths]
     path_size_time = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in zip(paths, stats, strict=True)]
@@ -380,7 +374,7 @@ def digest(rows: Sequence[tuple[Any, ...]]) -> str:
 # --- Labels
 
 
-def by_class(names: Sequence[str]) -> Label:
+def label_by_class(names: Sequence[str]) -> LabelFunction:
     label_of = {name: label for label, name in enumerate(names)}
 
     def label(class_name: str | None, name: str) -> int:
@@ -391,7 +385,7 @@ def by_class(names: Sequence[str]) -> Label:
     return label
 
 
-def by_number(labels: np.ndarray) -> Label:
+def label_by_number(labels: np.ndarray) -> LabelFunction:
     """Return a function that maps ILSVRC2012_val_00000001.JPEG to the first label and so on."""
 
     def label(_: str | None, name: str) -> int:

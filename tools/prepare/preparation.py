@@ -23,17 +23,17 @@ from onecurve.system.text import printable
 from tools.prepare.devkit import DEVKIT, TRAIN, VAL
 from tools.prepare.journal import Journal
 from tools.prepare.originals import Ilsvrc, ImageBatch, Originals, ParquetFolder, batches
-from tools.prepare.recode import recoded
+from tools.prepare.recode import recode_all
 from tools.prepare.webdataset import THREADS, WebDataset, find_patterns
 from tools.prepare.writer import ShardWriter, write_shard_index
 
-NAMES = {
+INPUTS = {
     "imagenet": {"train": TRAIN, "val": VAL, "devkit": DEVKIT},
     "tar": {"train": "train.tar", "val": "val.tar"},
     "folder": {"train": "train", "val": "val"},
 }
-SAMPLED = 8  # number of batches used to estimate the number of shards
-WITHOUT = {"train": "Training needs a train split.", "val": "Use --holdout 0.1 to hold out a tenth of train."}
+SAMPLED_BATCHES = 8  # number of batches used to estimate the number of shards
+REMEDY = {"train": "Training needs a train split.", "val": "Use --holdout 0.1 to hold out a tenth of train."}
 
 
 class Preparation:
@@ -102,7 +102,7 @@ class Preparation:
         for image in reencoded:
             print(f"re-encoded as RGB JPEG: {image['split']} {image['key']} ({image['why']})")
         for split in sorted(set(SPLITS) - finished.keys()):
-            print(f"There is no {split} split. {WITHOUT[split]}")
+            print(f"There is no {split} split. {REMEDY[split]}")
         self._print_training_flags(finished)
 
     def _print_training_flags(self, splits: dict[str, Any]) -> None:
@@ -145,9 +145,9 @@ class Preparation:
             groups, stream = stack.enter_context(dataset.open(split, dataset.hashed))
             # Check each JPEG unless the archive is verified by MD5 sums, which exist only for ImageNet.
             strict = not flags.no_verify and not (dataset.hashed and stream)
-            images = recoded(batches(groups, dataset.labels[split]), flags.resize, flags.quality, strict)
+            images = recode_all(batches(groups, dataset.labels[split]), flags.resize, flags.quality, strict)
             stack.callback(images.close)  # ends the threads that re-encode images
-            sampled = list(islice(images, SAMPLED))
+            sampled = list(islice(images, SAMPLED_BATCHES))
             writer = ShardWriter(self.folder, split, self._shard_count(split, sampled), flags.seed)
             stack.callback(writer.close)
             reading = stack.enter_context(ReadingProgress(split, dataset.bytes[split]))
@@ -203,13 +203,12 @@ def find_dataset(flags: argparse.Namespace) -> Originals:
     if flags.source == "shards":
         patterns = (find_patterns(base) if base else {}) | by_flags
         if not patterns:
-            raise ValueError(
-                f"--data {base} contains no shards named *train*.tar or *val*.tar. Pass --train and --val."
-            )
+            problem = "contains no shards named *train*.tar or *val*.tar"
+            raise ValueError(f"--data {base} {problem}. Pass --train and --val.")
         return WebDataset(patterns, flags.classes)
     if flags.source == "parquet":
         return ParquetFolder(dict.fromkeys(SPLITS, str(Path(base).absolute())))
-    names = NAMES[flags.source]
+    names = INPUTS[flags.source]
     if flags.source == "folder" and Path(base).is_dir():
         folders = split_folders(Path(base))
         for part, split in used_splits(folders).items():
@@ -218,12 +217,11 @@ def find_dataset(flags: argparse.Namespace) -> Originals:
     parts = _find_parts(base, names) | by_flags
     is_ilsvrc = flags.source == "imagenet" or "val_labels" in by_flags
     if flags.source == "tar" and not {"train", "val"} & parts.keys():  # look for ILSVRC2012's file names
-        parts |= _find_parts(base, NAMES["imagenet"])
+        parts |= _find_parts(base, INPUTS["imagenet"])
         is_ilsvrc = True
     if not {"train", "val"} & parts.keys():
-        raise ValueError(
-            f"--data {base} contains neither {names['train']} nor {names['val']}. Pass --train and --val."
-        )
+        problem = f"contains neither {names['train']} nor {names['val']}"
+        raise ValueError(f"--data {base} {problem}. Pass --train and --val.")
     if is_ilsvrc:
         _check_labels(parts, base)
         return Ilsvrc(parts, not flags.no_verify, flags.subset)
@@ -232,7 +230,7 @@ def find_dataset(flags: argparse.Namespace) -> Originals:
 
 def _find_parts(base: str, names: dict[str, str]) -> dict[str, str]:
     paths = {part: f"{base.rstrip('/')}/{name}" for part, name in names.items() if base}
-    return {part: path for part, path in paths.items() if exists(path)}
+    return {part: path for part, path in paths.items() if path_exists(path)}
 
 
 def _check_labels(parts: dict[str, str], base: str) -> None:
@@ -250,7 +248,7 @@ def _check_labels(parts: dict[str, str], base: str) -> None:
         )
 
 
-def exists(where: str) -> bool:
+def path_exists(where: str) -> bool:
     """Return True if the path or S3 object exists."""
     if where.startswith("s3://"):
         folder, _, name = where.rpartition("/")

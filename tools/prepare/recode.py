@@ -14,7 +14,7 @@ PNG = b"\x89PNG"
 QUALITY = 95  # JPEG quality of re-encoded images that keep their size
 
 
-def recoded(
+def recode_all(
     source: Iterable[ImageBatch], short_side: int | None, quality: int, strict: bool = False
 ) -> Generator[ImageBatch, None, None]:
     """Yield the batches in order. Convert CMYK images and misnamed PNGs to RGB JPEGs with quality QUALITY.
@@ -48,30 +48,29 @@ def recoded(
 
 def _recode_batch(batch: ImageBatch, short_side: int | None, quality: int, strict: bool) -> ImageBatch:
     for index, image in enumerate(batch.images):
-        refused_format = odd_format(image)
-        remedy = "" if refused_format else ", or remove --resize"
+        original_format = format_to_convert(image)
+        remedy = "" if original_format else ", or remove --resize"
         try:
-            recoded_data = smaller(image.data, short_side, quality) if short_side else None
+            recoded_data = resize_image(image.data, short_side, quality) if short_side else None
             if not recoded_data:
-                is_refused = refused_format is not None
+                is_refused = original_format is not None
                 recoded_data = _as_jpeg(_decode_upright(image.data), QUALITY) if is_refused else image.data
             if strict and (problem := damage(image.data)):
                 remedy = ", or pass --no_verify to keep the image unchanged"
                 raise ValueError(problem)
         except (ValueError, OSError) as error:  # the encoder raises OSError
-            raise ValueError(
-                f"{batch.where}: {image.name} can't be decoded: {error}. Remove the image{remedy}"
-            ) from None
+            problem = f"{image.name} can't be decoded: {error}"
+            raise ValueError(f"{batch.where}: {problem}. Remove the image{remedy}") from None
         if recoded_data is not image.data:
             stem, extension = os.path.splitext(image.name)
             name = image.name if extension.lower() in (".jpg", ".jpeg") else f"{stem}.jpg"
             batch.images[index] = image._replace(name=name, data=recoded_data)
-        if refused_format:
-            batch.odd.append({"key": image.key, "why": refused_format})
+        if original_format:
+            batch.odd.append({"key": image.key, "why": original_format})
     return batch
 
 
-def odd_format(image: RawImage) -> str | None:
+def format_to_convert(image: RawImage) -> str | None:
     """Return "PNG" (misnamed) or "CMYK" for an image that fast decoders refuse, and None for other images."""
     if image.data[:4] == PNG and not image.name.lower().endswith(".png"):
         return "PNG"
@@ -97,7 +96,7 @@ def _decode_upright(data: bytes):
     return picture if picture.mode in ("L", "RGB") else picture.convert("RGB")
 
 
-def smaller(data: bytes, short_side: int, quality: int) -> bytes | None:
+def resize_image(data: bytes, short_side: int, quality: int) -> bytes | None:
     """Resize an image to a shorter side.
 
     Return None if the image is already small enough. The filter and the EXIF rotation are the same as in
@@ -107,10 +106,10 @@ def smaller(data: bytes, short_side: int, quality: int) -> bytes | None:
 
     picture = _decode_upright(data)
     width, height = picture.size
-    short = min(width, height)
-    if short <= short_side:
+    shorter = min(width, height)
+    if shorter <= short_side:
         return None
-    size = width * short_side // short, height * short_side // short
+    size = (width * short_side // shorter, height * short_side // shorter)
     return _as_jpeg(picture.resize(size, Image.Resampling.BILINEAR), quality)
 
 

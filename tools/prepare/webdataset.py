@@ -23,23 +23,23 @@ from onecurve.system.s3 import ObjectStore
 from tools.prepare.archives import Member, members, open_stream
 from tools.prepare.originals import Originals, digest
 
-NAMES = {"train": ("train",), "val": ("val", "test")}  # words in the names of a split's shards or folders
+KEYWORDS = {"train": ("train",), "val": ("val", "test")}  # words in the names of a split's shards or folders
 WILDCARD = re.compile(r"[*?[]")
 BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")  # braces in WebDataset patterns, such as train-{0000..1023}.tar
-IMAGES = tuple(extension.removeprefix(".") for extension in EXTENSIONS)
-CLASSES, JSON_NAMES = ("cls", "json"), ("label", "cls")
+IMAGE_FIELDS = tuple(extension.removeprefix(".") for extension in EXTENSIONS)
+CLASS_FIELDS, JSON_CLASS_KEYS = ("cls", "json"), ("label", "cls")
 LARGEST_FIELD_BYTES = 2**20
 LARGEST_CLASS = 2**20
 THREADS = 8  # number of threads that read shards. The threads mostly wait for S3
 
 
-class Tar(NamedTuple):
+class ShardTar(NamedTuple):
     url: str  # absolute path or s3://bucket/key
     bytes: int
     version: str | None
 
 
-class Row(NamedTuple):
+class IndexRow(NamedTuple):
     offset: int
     length: int
     label: int
@@ -65,9 +65,8 @@ class WebDataset(Originals):
     def find(self) -> None:
         self.store, *others = map(bucket_of, self.parts.values())  # one client for all shards
         if any((store and store.url) != (self.store and self.store.url) for store in others):
-            raise ValueError(
-                "train and val are in different places. Put all shards on this host or into one bucket."
-            )
+            remedy = "Put all shards on this host or into one bucket."
+            raise ValueError(f"train and val are in different places. {remedy}")
         self.shards = {split: find_shards(pattern, self.store) for split, pattern in self.parts.items()}
         urls = [{shard.url for shard in shards} for shards in self.shards.values()]
         if len(urls) == 2 and (common := urls[0] & urls[1]):
@@ -97,7 +96,7 @@ class WebDataset(Originals):
                 f" {largest}. Write one class name per line."
             )
 
-    def index(self, tar: Tar) -> tuple[list[Row], str | None]:
+    def index(self, tar: ShardTar) -> tuple[list[IndexRow], str | None]:
         """Return a shard's index.
 
         Returns:
@@ -112,7 +111,9 @@ class WebDataset(Originals):
             rows = list(_index_rows(stream.archive))
             sha256 = stream.digest() if self.store else None
         if not rows:
-            raise ValueError(f"{tar.url} contains no sample with an image ({' '.join(IMAGES)}) and a class")
+            raise ValueError(
+                f"{tar.url} contains no sample with an image ({' '.join(IMAGE_FIELDS)}) and a class"
+            )
         return rows, sha256
 
 
@@ -120,13 +121,13 @@ def find_patterns(base: str) -> dict[str, str]:
     """Find a pattern for each split in a folder or prefix, based on the names of shards or folders."""
     base, store, patterns = glob.escape(base.rstrip("/")), bucket_of(base), {}
     for split in SPLITS:
-        candidates = [f"{base}/*{word}*{rest}" for word in NAMES[split] for rest in (".tar", "/*.tar")]
-        if pattern := next((candidate for candidate in candidates if match(candidate, store)), None):
+        candidates = [f"{base}/*{word}*{rest}" for word in KEYWORDS[split] for rest in (".tar", "/*.tar")]
+        if pattern := next((candidate for candidate in candidates if match_pattern(candidate, store)), None):
             patterns[split] = pattern
     return patterns
 
 
-def match(pattern: str, store: ObjectStore | None) -> list[str]:
+def match_pattern(pattern: str, store: ObjectStore | None) -> list[str]:
     """Return the paths or URLs that match a shell pattern, sorted.
 
     Return text without wildcards unchanged.
@@ -143,14 +144,14 @@ def match(pattern: str, store: ObjectStore | None) -> list[str]:
     return [url for url in fnmatch.filter(urls, pattern) if re.findall("/[.]?", url) == separators]
 
 
-def find_shards(pattern: str, store: ObjectStore | None) -> list[Tar]:
+def find_shards(pattern: str, store: ObjectStore | None) -> list[ShardTar]:
     """Return the shards that match a pattern, in order. Raise ValueError if one or all shards are missing."""
 
-    def tar(name: str) -> Tar:
+    def tar(name: str) -> ShardTar:
         with open_stream(name, store=store) as stream:
-            return Tar(name, stream.size, stream.version)
+            return ShardTar(name, stream.size, stream.version)
 
-    names = [name for expanded in _without_braces(pattern) for name in match(expanded, store)]
+    names = [name for expanded in _without_braces(pattern) for name in match_pattern(expanded, store)]
     if not names:
         raise ValueError(
             f"{pattern} matches no shards. Pass paths or s3:// URLs with *, ? or braces, for example"
@@ -169,27 +170,28 @@ def _without_braces(pattern: str) -> list[str]:
     return [name for number in numbers for name in _without_braces(pattern.replace(braces[0], number, 1))]
 
 
-def _index_rows(archive: Member) -> Iterator[Row]:
+def _index_rows(archive: Member) -> Iterator[IndexRow]:
     """Yield an index row for each image, without reading the images."""
     for key, sample in itertools.groupby(members(archive), _sample_key):
         images, classes, where = [], {}, f"{archive.where}: {key}"
         for member in sample:
             field = member.name[len(key) + 1 :].lower()
-            if field in IMAGES:
+            if field in IMAGE_FIELDS:
                 if not member.size:
                     raise ValueError(f"{where} contains an empty image. Remove the sample.")
                 images.append((member.offset, member.size, member.name))
-            elif field in CLASSES:
+            elif field in CLASS_FIELDS:
                 if member.size > LARGEST_FIELD_BYTES:
-                    raise ValueError(
-                        f"{where}.{field} has {member.size:,} bytes, which is too large for a class"
-                    )
+                    problem = f"has {member.size:,} bytes, which is too large for a class"
+                    raise ValueError(f"{where}.{field} {problem}")
                 classes[field] = member.read()
         if len(images) > 1 or (classes and not images):
-            raise ValueError(f"{where} contains {len(images)} images ({' '.join(IMAGES)}) instead of one")
+            raise ValueError(
+                f"{where} contains {len(images)} images ({' '.join(IMAGE_FIELDS)}) instead of one"
+            )
         if images:
             offset, length, name = images[0]
-            yield Row(offset, length, _sample_label(classes, where), name)
+            yield IndexRow(offset, length, _sample_label(classes, where), name)
 
 
 def _sample_key(member: Member) -> str:
@@ -204,15 +206,13 @@ def _sample_label(classes: dict[str, bytes], where: str) -> int:
         value = classes["cls"].decode(errors="replace").strip()
     elif "json" in classes:
         content = parse_json(classes["json"], f"{where}.json")
-        value = next((content[name] for name in JSON_NAMES if name in content), None)
+        value = next((content[name] for name in JSON_CLASS_KEYS if name in content), None)
     if value is None:
-        names = " or ".join(JSON_NAMES)
-        raise ValueError(
-            f"{where} contains no class. Add digits in a .cls file, or a number as {names} in a .json file."
-        )
+        names = " or ".join(JSON_CLASS_KEYS)
+        remedy = f"Add digits in a .cls file, or a number as {names} in a .json file."
+        raise ValueError(f"{where} contains no class. {remedy}")
     digits = "" if isinstance(value, bool) else str(value)
     if not (digits.isascii() and digits.isdigit() and len(digits) < 9 and int(digits) < LARGEST_CLASS):
-        raise ValueError(
-            f"the class of {where} is {ascii(value)[:80]} instead of a number from 0 to {LARGEST_CLASS:,}"
-        )
+        expected = f"a number from 0 to {LARGEST_CLASS:,}"
+        raise ValueError(f"the class of {where} is {ascii(value)[:80]} instead of {expected}")
     return int(digits)

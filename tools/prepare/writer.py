@@ -19,11 +19,11 @@ from onecurve.data.shards import index_name
 from onecurve.system.files import allow_open_files, write_bytes
 from tools.prepare.originals import RawImage
 
-WAITING = 8  # maximum number of batches that wait for the thread that writes and hashes
-OTHER_FILES = 64  # number of open files reserved for purposes other than shards
-DRAWN = 4096  # number of images whose shards are drawn at once
-BLOCK = 512  # bytes per block in a tar file
-END = bytes(2 * BLOCK)  # tar end-of-archive marker (two empty blocks)
+MAX_WAITING_BATCHES = 8  # maximum number of batches that wait for the thread that writes and hashes
+RESERVED_FILES = 64  # number of open files reserved for purposes other than shards
+IMAGES_PER_DRAW = 4096  # number of images whose shards are drawn at once
+BLOCK_BYTES = 512  # bytes per block in a tar file
+TAR_END = bytes(2 * BLOCK_BYTES)  # tar end-of-archive marker (two empty blocks)
 EXTENSIONS = {".jpeg": ".jpg"}  # shard readers use the extension as the field name
 
 
@@ -59,49 +59,48 @@ class ShardWriter:
 
     def __init__(self, folder: Path, split: str, shards: int, seed: int):
         """Open all shards for writing. Raise ValueError if the process may not open so many files."""
-        count = shards + OTHER_FILES
+        count = shards + RESERVED_FILES
         if (limit := allow_open_files(count)) < count:
-            raise ValueError(
-                f"{count:,} open files exceed the limit of {limit:,} (ulimit -Hn). Pass a larger --shard_mib."
-            )
+            problem = f"{count:,} open files exceed the limit of {limit:,} (ulimit -Hn)"
+            raise ValueError(f"{problem}. Pass a larger --shard_mib.")
         self.folder, self.split, self.count = folder, split, 0
         self.lengths, self.images = [0] * shards, [0] * shards
         self.key, self.rows, self.names = [seed, *split.encode()], array("q"), CollectedNames()
         self.thread, self.pending = ThreadPoolExecutor(1), deque[Future[None]]()
-        self.shards = [_Shard(folder / f"{split}-{i:05d}.tar") for i in range(shards)]
+        self.shards = [_Shard(folder / f"{split}-{index:05d}.tar") for index in range(shards)]
 
     def write(self, images: Sequence[RawImage]) -> None:
         """Queue images for writing. If an earlier write failed, raise the error of that write."""
         batch: list[tuple[_Shard, bytes]] = []
         for image in images:
-            drawn_shards = _draw_shards(*self.key, self.count // DRAWN, len(self.shards))
-            shard_index = int(drawn_shards[self.count % DRAWN])
+            drawn_shards = _draw_shards(*self.key, self.count // IMAGES_PER_DRAW, len(self.shards))
+            shard_index = int(drawn_shards[self.count % IMAGES_PER_DRAW])
             extension = os.path.splitext(image.name)[1].lower()
             label, size = b"%d" % image.label, len(image.data)
             name = f"{image.key}{EXTENSIONS.get(extension, extension)}"
             header = tar_header(name, size)
             label_header = tar_header(f"{image.key}.cls", len(label))
-            padding = bytes(-size % BLOCK)
-            members = b"".join((header, image.data, padding, label_header, label.ljust(BLOCK, b"\0")))
+            padding = bytes(-size % BLOCK_BYTES)
+            members = b"".join((header, image.data, padding, label_header, label.ljust(BLOCK_BYTES, b"\0")))
             self.rows.extend((shard_index, self.lengths[shard_index] + len(header), size, image.label))
             self.names.add(name)
             self.lengths[shard_index] += len(members)
             self.images[shard_index] += 1
             self.count += 1
             batch.append((self.shards[shard_index], members))
-        self._wait_for_writes(WAITING)
+        self._wait_for_writes(MAX_WAITING_BATCHES)
         self.pending.append(self.thread.submit(_append_all, batch))
 
     def finish(self) -> dict[str, Any]:
         """Complete the shards and write the index. Return the split's manifest entry."""
         self._wait_for_writes(0)
         for shard in self.shards:
-            shard.append(END)
+            shard.append(TAR_END)
             os.fdatasync(shard.file)
         shards = [
             {
                 "file": shard.path.name,
-                "bytes": length + len(END),
+                "bytes": length + len(TAR_END),
                 "images": images,
                 "sha256": shard.sha256.hexdigest(),
             }
@@ -149,9 +148,9 @@ def _append_all(batch: list[tuple[_Shard, bytes]]) -> None:
 
 @lru_cache(4)
 def _draw_shards(*key_block_count: int) -> np.ndarray:
-    """Draw the shards of DRAWN images. RandomState's stream of random numbers never changes (NEP 19)."""
+    """Draw shards for IMAGES_PER_DRAW images. RandomState's random stream never changes (NEP 19)."""
     *key, count = key_block_count
-    return np.random.RandomState(key).randint(count, size=DRAWN)
+    return np.random.RandomState(key).randint(count, size=IMAGES_PER_DRAW)
 
 
 def tar_header(name: str, size: int) -> bytes:

@@ -19,12 +19,12 @@ from onecurve.flags.recipe import METRICS
 from onecurve.run.evaluation import CONFUSED
 from onecurve.system.files import read_json
 from onecurve.system.text import plural, some_of
-from tools.logbook.run_record import COMPARED, RunRecord
+from tools.logbook.run_record import COMPARED_FILES, RunRecord
 
 # Maximum change of a metric's sum over all classes when the prediction for one image changes, in units of 1 /
 # (images in a class). A changed prediction changes the recall of one class, and the F1 of two classes by at
 # most 2 / images each.
-BY_CLASS = {"balanced_accuracy": 1, "macro_f1": 4}
+CLASS_METRIC_CHANGES = {"balanced_accuracy": 1, "macro_f1": 4}
 # Maximum changes when the same weights are evaluated again. CHANGED_PER_10_000 is the number of predictions
 # per 10,000 images, because an image's two largest logits may differ only by rounding. CHANGED_LOSS is a
 # fraction of the loss. The changes were measured on a CPU with CNN-B on CIFAR-10. Different micro-batches,
@@ -33,12 +33,13 @@ BY_CLASS = {"balanced_accuracy": 1, "macro_f1": 4}
 # loss by 0.08 %. Changes on GPUs have not been measured yet.
 CHANGED_PER_10_000 = {"no": 1, "bf16": 10, "fp16": 10}
 CHANGED_LOSS = {"no": 1e-3, "bf16": 1e-2, "fp16": 1e-2}
-LISTED = 5  # maximum number of findings to list for each comparison
+MAX_LISTED = 5  # maximum number of findings to list for each comparison
 # Keys of metrics.jsonl that are compared elsewhere or can't be compared
 NOT_REPLAYED = {"step", "epoch", "wall_s", "train/images_per_s", "train/mfu_pct"}
 NOT_REPLAYED |= {"interrupted_at", "resumed_at", "why"}
 NOT_REPLAYED |= {"hosts", "hosts_before", "processes", "processes_before"}
-EXACT = ("lr", "images", "logged_step")  # last components of the keys whose values do not depend on rounding
+# Last components of the keys whose values do not depend on rounding
+EXACT_KEYS = ("lr", "images", "logged_step")
 # Keys of result.json. START_KEYS must match the last start in starts.jsonl. REPEATED_KEYS must match the
 # replay.
 START_KEYS = ("data", "batch_size", "epochs", "seed", "deterministic", "per_device_batch_size")
@@ -46,9 +47,10 @@ REPEATED_KEYS = ["script", "data", "batch_size", "epochs", "seed", "deterministi
 REPEATED_KEYS += ["val_name", "val_images", "test_name", "test_images"]
 # Keys of recipe.json or result.json that are compared only if the run recorded them
 SAME_WHERE_KNOWN = ("source", "unit", "val_chosen", "parameters", "total_steps")
-SAME_BITS = ("mixed_precision", "half_precision", "compile", "versions", "threads")
+BITWISE_SETTINGS = ("mixed_precision", "half_precision", "compile", "versions", "threads")
+BITWISE_FACTS = ("device", "per_device_batch_size", "step_graph")
 
-Numbers = dict[tuple[int, str], list[float]]  # logged values by step and key
+LoggedValues = dict[tuple[int, str], list[float]]  # logged values by step and key
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def contradictions(run: RunRecord, kept: list[int]) -> list[str]:
     """Return contradictions between the run's files. `kept` contains the run's checkpoint steps."""
     starts = [start for start in run.kept if "steps_per_epoch" in start.about]
     facts, per_epoch = run.facts, recorded_steps_per_epoch(run.as_of(starts[-1]) if starts else run)
-    findings = [line for line in run.problems if line.startswith(COMPARED)]
+    findings = [line for line in run.problems if line.startswith(COMPARED_FILES)]
     if starts:
         last = run.starts[-1].about
         findings += [
@@ -138,14 +140,15 @@ def contradictions(run: RunRecord, kept: list[int]) -> list[str]:
         for name, value in expected.items()
         if facts.get(name) != value
     ]
-    last_step = max([*(line["step"] for line in run.metrics), *kept])
-    if last_step != facts["steps"]:
-        findings.append(
-            f"the log and the checkpoints end at step {last_step:,}, but the run ends at {facts['steps']:,}"
-        )
+    last_step, steps = max([*(line["step"] for line in run.metrics), *kept]), facts["steps"]
+    if last_step != steps:
+        end = f"the log and the checkpoints end at step {last_step:,}"
+        findings.append(f"{end}, but the run ends at {steps:,}")
     for line in run.metrics:
         step = line["step"]
-        epoch_lengths = {s.about["steps_per_epoch"] for s in starts if s.first <= step <= s.last}
+        epoch_lengths = {
+            start.about["steps_per_epoch"] for start in starts if start.first <= step <= start.last
+        }
         if line["epoch"] not in [step / length for length in epoch_lengths or {per_epoch}]:
             return [*findings, f"the log contains a wrong epoch for step {line['step']:,}: {line['epoch']:g}"]
     return findings
@@ -158,7 +161,7 @@ def compare_facts(run: RunRecord, replay: RunRecord, is_moved: bool) -> list[str
     recorded, repeated = run.about | run.facts, replay.about | replay.facts
     # Earlier versions did not record all of these keys.
     pairs |= {name: (recorded[name], repeated.get(name)) for name in SAME_WHERE_KNOWN if name in recorded}
-    pairs["number of steps per epoch"] = recorded_steps_per_epoch(run), recorded_steps_per_epoch(replay)
+    pairs["number of steps per epoch"] = (recorded_steps_per_epoch(run), recorded_steps_per_epoch(replay))
     return [f"{name} is {old}, but {new} in the replay" for name, (old, new) in pairs.items() if old != new]
 
 
@@ -177,36 +180,32 @@ def why_not_exact(run: RunRecord, replay: RunRecord) -> list[str]:
     """
     if not run.facts.get("deterministic"):
         return ["the run was trained without --deterministic"]
-    pairs = {name: (run.about.get(name), replay.about.get(name)) for name in SAME_BITS}
-    pairs |= {
-        name: (run.facts.get(name), replay.facts.get(name))
-        for name in ("device", "per_device_batch_size", "step_graph")
-    }
-    reasons = [
-        f"{name} is {old}, but {new} in the replay" for name, (old, new) in pairs.items() if old != new
-    ]
+    settings = {name: (run.about.get(name), replay.about.get(name)) for name in BITWISE_SETTINGS}
+    settings |= {name: (run.facts.get(name), replay.facts.get(name)) for name in BITWISE_FACTS}
+    different = {name: values for name, values in settings.items() if values[0] != values[1]}
+    reasons = [f"{name} is {old}, but {new} in the replay" for name, (old, new) in different.items()]
     is_zero = any(str(record.facts.get("strategy")).startswith("zero") for record in (run, replay))
     return [*reasons, *(["ZeRO sums gradients in a different order"] if is_zero else [])]
 
 
-def changed_images(images: int, precision: str) -> int:
+def max_changed_images(images: int, precision: str) -> int:
     """Return the number of predictions that may change when the same weights are evaluated again."""
     return 1 + images * CHANGED_PER_10_000[precision] // 10_000
 
 
-def changed_mean(name: str, sizes: list[int], images: int) -> float:
+def max_mean_change(name: str, sizes: list[int], images: int) -> float:
     """Return the maximum change of a mean over classes if `images` predictions change.
 
     Args:
-        name: Name of a metric in BY_CLASS.
+        name: Name of a metric in CLASS_METRIC_CHANGES.
         sizes: Number of images in each class. The smallest classes change most, each by at most 1.
         images: Number of predictions that change.
     """
-    remaining, total = BY_CLASS[name] * images, 0.0
+    remaining_change, total_change = CLASS_METRIC_CHANGES[name] * images, 0.0
     for size in sorted(max(1, size) for size in sizes):
-        total += min(remaining, size) / size
-        remaining -= min(remaining, size)
-    return total / max(1, len(sizes))
+        total_change += min(remaining_change, size) / size
+        remaining_change -= min(remaining_change, size)
+    return total_change / max(1, len(sizes))
 
 
 def class_sizes(replay: RunRecord, split: str) -> list[int]:
@@ -222,11 +221,11 @@ def class_sizes(replay: RunRecord, split: str) -> list[int]:
 
 
 def _first_findings(findings: Iterator[str]) -> list[str]:
-    """Return the first LISTED findings, followed by a line with the number of remaining findings."""
+    """Return the first MAX_LISTED findings, followed by a line with the number of remaining findings."""
     all_findings = list(findings)
-    hidden = len(all_findings) - LISTED
+    hidden = len(all_findings) - MAX_LISTED
     remark = [f"and {hidden:,} more differences of this kind"] if hidden > 0 else []
-    return [*all_findings[:LISTED], *remark]
+    return [*all_findings[:MAX_LISTED], *remark]
 
 
 def _compare_logs(run: RunRecord, replay: RunRecord, outcome: Outcome) -> Iterator[str]:
@@ -244,9 +243,8 @@ def _compare_logs(run: RunRecord, replay: RunRecord, outcome: Outcome) -> Iterat
                 continue
             outcome.evaluated.add(step)
         if len(claims) != len(values):
-            counts = (
-                f"{plural(len(claims), 'time')} in the log, but {plural(len(values), 'time')} in the replay"
-            )
+            logged_times, replayed_times = plural(len(claims), "time"), plural(len(values), "time")
+            counts = f"{logged_times} in the log, but {replayed_times} in the replay"
             yield f"{key} of step {step:,} appears {counts}"
             continue
         name = key.rpartition("/")[2]
@@ -254,7 +252,7 @@ def _compare_logs(run: RunRecord, replay: RunRecord, outcome: Outcome) -> Iterat
             subject = f"{key} of step {step:,} is {claim:.6g}, but {value:.6g} in the replay"
             difference = abs(value - claim)
             outcome.add(name, difference)
-            if outcome.is_exact or name in EXACT:
+            if outcome.is_exact or name in EXACT_KEYS:
                 if difference:
                     yield f"{subject}, a difference of {difference:.1e}"
             elif outcome.interval.is_evaluation:
@@ -282,13 +280,13 @@ def _compare_evaluation(
     if metric.by_class:
         if metric is METRICS.get(replay.facts.get("best_by", "")):
             images = replay.facts[f"{split}_images"]
-            most_images = changed_images(images, precision)
-            max_change = changed_mean(name.removeprefix("raw_"), class_sizes(replay, split), most_images)
+            most_images = max_changed_images(images, precision)
+            max_change = max_mean_change(name.removeprefix("raw_"), class_sizes(replay, split), most_images)
             if difference > max_change:
                 yield f"{subject}. A repeated evaluation changes the metric by at most {max_change:.4f}"
     elif metric.is_share:
         images = replay.facts[f"{split}_images"]
-        changed, max_change = round(difference * images), changed_images(images, precision)
+        changed, max_change = round(difference * images), max_changed_images(images, precision)
         if changed > max_change:
             differ = f"The difference is {plural(changed, 'image')} of {images:,}"
             yield f"{subject}. {differ}, but a repeated evaluation changes at most {max_change:,}"
@@ -296,7 +294,7 @@ def _compare_evaluation(
         yield f"{subject}. A repeated evaluation changes the loss by at most {CHANGED_LOSS[precision]:.1%}"
 
 
-def _logged_values(record: RunRecord, outcome: Outcome, run: RunRecord) -> Numbers:
+def _logged_values(record: RunRecord, outcome: Outcome, run: RunRecord) -> LoggedValues:
     """Return the values logged in an interval.
 
     The values include the loss since the last log line, stored in each checkpoint's state.json. Values on the
@@ -304,24 +302,24 @@ def _logged_values(record: RunRecord, outcome: Outcome, run: RunRecord) -> Numbe
     """
     interval, last = outcome.interval, run.facts["steps"]
     has_test = interval.is_evaluation and interval.start == run.facts.get("best_step", last)
-    numbers: Numbers = defaultdict(list)
+    values: LoggedValues = defaultdict(list)
     for line in record.metrics:
         step = line["step"]
         for key in line.keys() - NOT_REPLAYED:
             if key.startswith("test/"):
                 if has_test:
-                    numbers[interval.start, key].append(line[key])
+                    values[interval.start, key].append(line[key])
             elif key.startswith("val/"):
                 if interval.start <= step <= interval.end:
-                    numbers[step, key].append(line[key])
+                    values[step, key].append(line[key])
             elif interval.start < step <= interval.end:
-                numbers[step, key].append(line[key])
+                values[step, key].append(line[key])
     for step in interval.checkpoints:
-        state = read_json(_checkpoint_folder(record, step) / STATE_FILE)
-        mean = sum(state["losses"]) / (len(state["losses"]) * state["accumulations"])
-        numbers[step, f"{STATE_FILE}/loss"].append(mean)
-        numbers[step, f"{STATE_FILE}/logged_step"].append(state["logged_step"])
-    return numbers
+        saved_state = read_json(_checkpoint_folder(record, step) / STATE_FILE)
+        mean_loss = sum(saved_state["losses"]) / (len(saved_state["losses"]) * saved_state["accumulations"])
+        values[step, f"{STATE_FILE}/loss"].append(mean_loss)
+        values[step, f"{STATE_FILE}/logged_step"].append(saved_state["logged_step"])
+    return values
 
 
 def _checkpoint_folder(record: RunRecord, step: int) -> Path:
@@ -337,9 +335,8 @@ def _compare_checkpoint(run: RunRecord, replay: RunRecord, step: int, outcome: O
     """Compare all tensors in the run's checkpoint with the replay's checkpoint."""
     records, name = (run, replay), step_name(step)
     run_manifest, replay_manifest = (_read_manifest(record, step) for record in records)
-    optimizer_states = [
-        read_json(_checkpoint_folder(record, step) / STATE_FILE).get("optimizer") for record in records
-    ]
+    states = (read_json(_checkpoint_folder(record, step) / STATE_FILE) for record in records)
+    optimizer_states = [state.get("optimizer") for state in states]
     classes = [manifest.get("classes", []) for manifest in (run_manifest, replay_manifest)]
     if not (match := match_classes(*classes)).is_identity:
         order = " (the same classes in a different order)" if match.is_permutation else ""
@@ -352,15 +349,12 @@ def _compare_checkpoint(run: RunRecord, replay: RunRecord, step: int, outcome: O
         if claim != value:
             yield f"{key} in {name} is {claim}, but {value} in the replay"
     if run_manifest["files"].keys() != replay_manifest["files"].keys():
-        run_files, replay_files = (
-            ", ".join(manifest["files"]) for manifest in (run_manifest, replay_manifest)
-        )
+        run_files, replay_files = ", ".join(run_manifest["files"]), ", ".join(replay_manifest["files"])
         yield f"{name} contains {run_files}, but {replay_files} in the replay"
         return
     for file in (file for file in replay_manifest["files"] if file.endswith(".safetensors")):
-        run_file, replay_file = (
-            checkpoints.TensorFile(_checkpoint_folder(record, step) / file) for record in records
-        )
+        paths = [_checkpoint_folder(record, step) / file for record in records]
+        run_file, replay_file = map(checkpoints.TensorFile, paths)
         if run_file.specs() != replay_file.specs():
             yield f"the tensors in {name}/{file} differ from the replay's tensors in name, shape or dtype"
             continue

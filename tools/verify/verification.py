@@ -32,14 +32,14 @@ from tools.logbook.run_record import (
     MEANING,
     VERIFIED,
     RunRecord,
-    as_flag,
-    measures_anew,
-    stamped_files,
+    flag_text,
+    hash_compared_files,
+    resets_best_result,
 )
 from tools.verify import replay
 from tools.verify.replay import Interval, Outcome
 
-SHOWN = 15  # number of last lines of a failed replay's output to print
+SHOWN_OUTPUT_LINES = 15  # number of last lines of a failed replay's output to print
 NOT_VERIFIED = (
     "devices, hosts, strategy, model FLOPs, times, throughput and memory",
     "commit, versions and command",
@@ -62,7 +62,7 @@ class StepRange:
     @property
     def repeats_evaluation(self) -> bool:
         """True if the start that trained these steps repeated the evaluation at its first step."""
-        return measures_anew(self.record.about)
+        return resets_best_result(self.record.about)
 
 
 class Verification:
@@ -73,13 +73,12 @@ class Verification:
     """
 
     def __init__(self, flags: argparse.Namespace):
-        self.flags, self.folder, self.files = flags, flags.run, stamped_files(flags.run)
+        self.flags, self.folder, self.files = flags, flags.run, hash_compared_files(flags.run)
         self.record = record = RunRecord(flags.run)
         status, about = record.facts["status"], record.about
         if status != "finished":
-            raise ValueError(
-                f"{flags.run} is not finished ({status}). Repeat the training command to finish the run."
-            )
+            remedy = "Repeat the training command to finish the run."
+            raise ValueError(f"{flags.run} is not finished ({status}). {remedy}")
         self.script = flags.script or own_script(about.get("script"))
         self.recipe_type = recipe_class(load_script(self.script))
         self.recipe, self.per_epoch = record.recipe, replay.recorded_steps_per_epoch(record)
@@ -119,7 +118,7 @@ class Verification:
         """Return the settings that a replay copies from the run or that bitwise equality depends on."""
         names = self._repeated_flags()
         facts = (record.facts.get(name) for name in ("per_device_batch_size", "device", "step_graph"))
-        about = (record.about.get(name) for name in ("source", *replay.SAME_BITS))
+        about = (record.about.get(name) for name in ("source", *replay.BITWISE_SETTINGS))
         return [*(record.recipe.get(name) for name in names), *facts, *about]
 
     def _part_at(self, step: int) -> "StepRange":
@@ -145,7 +144,7 @@ class Verification:
             names = flags_where(self.recipe_type, "part_of_recipe")
             old, new = previous.record.recipe, part.record.recipe
             changed = [
-                f"{name} was {as_flag(old.get(name))}, now {as_flag(new.get(name))}"
+                f"{name} was {flag_text(old.get(name))}, now {flag_text(new.get(name))}"
                 for name in names
                 if old.get(name) != new.get(name)
             ]
@@ -204,11 +203,10 @@ class Verification:
         if self.flags.sample is None or self.flags.sample >= len(intervals):
             return intervals
         seed = random.randrange(2**32) if self.flags.seed is None else self.flags.seed
-        print(
-            f"Replaying {self.flags.sample} of {len(intervals)} intervals, chosen with --seed {seed}",
-            flush=True,
-        )
-        return sorted(random.Random(seed).sample(intervals, self.flags.sample), key=lambda i: i.start)
+        selection = f"{self.flags.sample} of {len(intervals)} intervals"
+        print(f"Replaying {selection}, chosen with --seed {seed}", flush=True)
+        sampled = random.Random(seed).sample(intervals, self.flags.sample)
+        return sorted(sampled, key=lambda interval: interval.start)
 
     def _evaluation_intervals(self) -> list[Interval]:
         """Return the evaluations to repeat, as intervals.
@@ -281,7 +279,7 @@ class Verification:
         status, output = run_replay([str(word) for word in words], env)
         if status:
             lines = output.splitlines() or ["no output"]
-            print("\n".join(lines[-SHOWN:]), file=sys.stderr)
+            print("\n".join(lines[-SHOWN_OUTPUT_LINES:]), file=sys.stderr)
             raise ValueError(next((line for line in reversed(lines) if "error" in line), lines[-1]))
         return folder
 
@@ -334,7 +332,9 @@ class Verification:
         git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
         trained = [outcome.differences for outcome in replayed if not outcome.interval.is_evaluation]
-        names = dict.fromkeys(name for differences in trained for name in differences)
+        largest: dict[str, float] = {}  # largest difference of each quantity in all trained intervals
+        for name, value in (item for differences in trained for item in differences.items()):
+            largest[name] = max(largest.get(name, 0.0), value)
         stamp: Stamp = {
             "date": time.strftime("%Y-%m-%d"),
             "commit": commit or None,
@@ -347,9 +347,7 @@ class Verification:
             "of_steps": of_steps,
             "intervals": [str(outcome.interval) for outcome in replayed],
             "checkpoints": [step_name(step) for step in sorted(compared)],
-            "differences": {
-                name: max(differences.get(name, 0.0) for differences in trained) for name in names
-            },
+            "differences": largest,
             "findings": findings,
             "not_verified": left_out,
             "files": self.files,
@@ -393,7 +391,10 @@ class Verification:
         if reasons := dict.fromkeys(reason for outcome in replayed for reason in outcome.why_not):
             lines.append(f"bitwise equality ({some_of(list(reasons))})")
 
-            by_class = [m.title for n, m in METRICS.items() if m.by_class and n != self.recipe.get("best_by")]
+            best_by = METRICS.get(self.recipe.get("best_by", ""))
+            by_class = [
+                metric.title for metric in METRICS.values() if metric.by_class and metric is not best_by
+            ]
             lines += ["whether these steps produced the weights", "precision", *by_class]
         if rest := sorted({*self.kept} - compared):
             lines.append(f"weights in the checkpoints at steps {some_of(rest)}")

@@ -20,14 +20,12 @@ note={arXiv 1706.04599, equation 3}}"""
 
 class Calibration(evaluate.Metric):
     def _info(self) -> evaluate.MetricInfo:
-        whole = datasets.Value("int64")
+        whole, real = datasets.Value("int64"), datasets.Value("float64")
         return evaluate.MetricInfo(
             description=__doc__,
             citation=SOURCE,
             inputs_description=INPUTS,
-            features=datasets.Features(
-                {"predictions": whole, "references": whole, "probabilities": datasets.Value("float64")}
-            ),
+            features=datasets.Features({"predictions": whole, "references": whole, "probabilities": real}),
         )
 
     def _compute(

@@ -35,9 +35,8 @@ class Classification(evaluate.Metric):
     def _compute(self, predictions: list[int], references: list[int], classes: int) -> dict:
         predictions, references = np.asarray(predictions), np.asarray(references)
         correct = references[references == predictions]
-        hits, support, predicted = (
-            np.bincount(class_ids, minlength=classes) for class_ids in (correct, references, predictions)
-        )
+        class_ids = (correct, references, predictions)
+        hits, support, predicted = (np.bincount(ids, minlength=classes) for ids in class_ids)
         negatives = len(references) - support
         per_class = {
             "precision": _divide(hits, predicted),
