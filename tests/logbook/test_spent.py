@@ -96,4 +96,6 @@ def test_the_parts_of_a_run_add_up_to_its_time(tmp_path, cache):
     processes = main_processes(RunRecord(folder))
     assert processes[0].before_s == 0
     assert 0 < processes[1].before_s <= processes[0].ended_s + 0.2
-    assert processes[1].ended_s == pytest.approx(facts["wall_s"], rel=0.2, abs=1)
+    # Telemetry ends before the plots, whose time depends on the machine's load
+    telemetry_s = facts["wall_s"] - parts["plots"] - parts["ending"]
+    assert processes[1].ended_s == pytest.approx(telemetry_s, abs=0.5)
