@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from onecurve.checkpoint.weights import TrainedModel, load_everywhere, load_weights, open_script
 from onecurve.data.class_folders import find_pictures
-from onecurve.data.conversions import Look, conversion_warnings, look_at
+from onecurve.data.conversions import ImageStats, conversion_warnings, image_stats
 from onecurve.data.workers import Pictures, Preprocessing, picture_batches
 from onecurve.distributed.agreement import agree
 from onecurve.distributed.precision import autocast_forward
@@ -182,7 +182,7 @@ def predict_images(
 # --- Files
 
 
-def write_predictions(folder: Path, rows: list[Row], trained: TrainedModel) -> list[Look]:
+def write_predictions(folder: Path, rows: list[Row], trained: TrainedModel) -> list[ImageStats]:
     """Write predictions.csv, predictions.jsonl and sheet.png, each atomically.
 
     Returns:
@@ -215,17 +215,17 @@ def write_embeddings(file: Path, rows: list[Row], features: list[list[float]]) -
     write_bytes(file, content.getvalue())
 
 
-def draw_sheet(file: Path, rows: list[Row], trained: TrainedModel) -> list[Look]:
+def draw_sheet(file: Path, rows: list[Row], trained: TrainedModel) -> list[ImageStats]:
     """Draw a contact sheet that shows each image with its most likely class."""
     from PIL import Image, ImageOps
 
     from onecurve.data.decode import decode_image
     from onecurve.run import plots
 
-    looks, squares = list[Look](), list[np.ndarray]()
+    looks, squares = list[ImageStats](), list[np.ndarray]()
     for row in rows:
         pixels = decode_image(data := Path(row["file"]).read_bytes())
-        looks.append(look_at(data, pixels))
+        looks.append(image_stats(data, pixels))
         squares.append(np.asarray(ImageOps.pad(Image.fromarray(pixels), (EDGE, EDGE), color="white")))
     shown = [(Path(printable(row["file"])).name, row["classes"][0], row["probabilities"][0]) for row in rows]
     captions = [f"{plots.file_caption(name)}\n{label}\n{share:.3f}" for name, label, share in shown]

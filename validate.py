@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from onecurve.checkpoint.weights import TrainedModel, load_everywhere, load_weights, open_script
 from onecurve.data.class_names import ClassMatch, match_classes
 from onecurve.data.images import Images, load
-from onecurve.data.names import nameless
+from onecurve.data.names import without_names
 from onecurve.data.splits import Split
 from onecurve.distributed.agreement import agree
 from onecurve.distributed.precision import autocast_forward
@@ -115,7 +115,7 @@ def main() -> None:
         preprocessing = preprocessing_of(trained, script, recipe, model)
         if trained.note:
             accelerator.print(trained.note)
-        name_of = split.names() if accelerator.is_main_process else nameless
+        name_of = split.names() if accelerator.is_main_process else without_names
         rows, images_per_s = predict(accelerator, model, split, recipe, batch, preprocessing, left_out)
 
         def report() -> None:

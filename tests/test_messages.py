@@ -159,11 +159,11 @@ def test_heic_without_its_package_is_reported(tmp_path):
     images(*(f"{tmp_path}/d/{name}" for name in ("cat/1.HEIC", "cat/2.heic", "dog/3.heif")))
     code = """import sys
 sys.modules["pillow_heif"] = None
-from onecurve.data.class_folders import list_splits, LeftOut
+from onecurve.data.class_folders import list_splits, IgnoredFiles
 from onecurve.data.decode import decode_image
 from pathlib import Path
 folder, file = Path(sys.argv[1]), b"....ftypheic" + bytes(99)
-for mistake in (lambda: list_splits(folder, LeftOut()), lambda: decode_image(file)):
+for mistake in (lambda: list_splits(folder, IgnoredFiles()), lambda: decode_image(file)):
     try:
         mistake()
     except ValueError as error:

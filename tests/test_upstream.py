@@ -583,13 +583,13 @@ def has_modes_and_trees_in_private_modules():
     assert importlib.util.find_spec("torch.utils.pytree") is None
 
 
-@needs(torch_fakes.memory_tracker, torch_fakes.forget_peak)
+@needs(torch_fakes.memory_tracker, torch_fakes.reset_peak_memory)
 def keeps_its_peak():
     tracker = torch_fakes.memory_tracker()
     tracker._peak_mem[torch.device("cpu")] = 8
     tracker.reset_mod_stats()
     assert tracker._peak_mem
-    torch_fakes.forget_peak(tracker)
+    torch_fakes.reset_peak_memory(tracker)
     assert not tracker._peak_mem
 
 

@@ -139,7 +139,7 @@ def commit(
         files = {name: snapshot.write(temporary / name) for name, snapshot in snapshots.items()}
         files[STATE_FILE] = write_chunks(temporary / STATE_FILE, [json.dumps(state, indent=1).encode()])
         manifest = {"format_version": FORMAT_VERSION, "step": step, "files": files, **entries}
-        manifest["digest"] = _digest(manifest)
+        manifest["digest"] = _manifest_digest(manifest)
         write_chunks(temporary / MANIFEST_FILE, [json.dumps(manifest, indent=1).encode()])
         sync(temporary)
         temporary.rename(folder)
@@ -180,7 +180,7 @@ def best_in(parent: Path) -> Path | None:
     return parent / step_name(best)
 
 
-def to_keep(steps: Iterable[int], best: int | None, keep_every: int | None) -> set[int]:
+def steps_to_keep(steps: Iterable[int], best: int | None, keep_every: int | None) -> set[int]:
     """Return the checkpoint steps to keep: the latest two, the best, and multiples of --keep_every."""
     steps = sorted(steps)
     kept_steps = {*steps[-2:]} | {step for step in steps if step == best}
@@ -189,7 +189,7 @@ def to_keep(steps: Iterable[int], best: int | None, keep_every: int | None) -> s
     return kept_steps
 
 
-def remove(folder: Path) -> None:
+def remove_checkpoint(folder: Path) -> None:
     """Remove a checkpoint. An interrupted removal leaves no folder that looks like a complete checkpoint.
 
     If a user has moved the checkpoint and left a symbolic link, only the link is removed.
@@ -277,7 +277,7 @@ def check_manifest(content: bytes, folder: Path | str) -> dict[str, Any]:
         manifest = {}
     if not fits(manifest, CheckpointManifest) or any(file["size"] < 0 for file in manifest["files"].values()):
         raise DamagedCheckpoint(f"{location} is not a valid checkpoint manifest")
-    if manifest.pop("digest") != _digest(manifest):
+    if manifest.pop("digest") != _manifest_digest(manifest):
         raise DamagedCheckpoint(f"{location} does not match the digest that the file contains")
     version, listed_files = manifest["format_version"], manifest["files"].keys()
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
@@ -316,9 +316,9 @@ def newest(parent: Path, heartbeat: Heartbeat = lambda: None, ours: bool = True)
             log.warning(f"warning: the checkpoint of step {step:,} is damaged: {error}")
             continue
         for damaged_folder in damaged if ours else ():
-            renamed = damaged_folder.with_name(f"damaged_{damaged_folder.name}")
-            discard(renamed)
-            damaged_folder.rename(renamed)
+            renamed_folder = damaged_folder.with_name(f"damaged_{damaged_folder.name}")
+            discard(renamed_folder)
+            damaged_folder.rename(renamed_folder)
         return checkpoint
     if damaged:
         raise ValueError(
@@ -328,7 +328,7 @@ def newest(parent: Path, heartbeat: Heartbeat = lambda: None, ours: bool = True)
     return None
 
 
-def _digest(manifest: dict[str, Any]) -> str:
+def _manifest_digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
@@ -372,16 +372,16 @@ class TensorFile:
     def expect(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Raise ValueError unless the file contains exactly these tensor names and shapes."""
         stored_shapes = self.shapes()
-        differing = [name for name in shapes if stored_shapes.get(name, shapes[name]) != shapes[name]]
-        differing += sorted(stored_shapes.keys() ^ shapes.keys())
-        if differing:
-            first_name = differing[0]
+        mismatches = [name for name in shapes if stored_shapes.get(name, shapes[name]) != shapes[name]]
+        mismatches += sorted(stored_shapes.keys() ^ shapes.keys())
+        if mismatches:
+            first_name = mismatches[0]
             stored, expected = (
                 list(shapes_by_name[first_name]) if first_name in shapes_by_name else "nothing"
                 for shapes_by_name in (stored_shapes, shapes)
             )
             raise ValueError(
-                f"{self.path} does not match this model: {len(differing)} tensors have different names or"
+                f"{self.path} does not match this model: {len(mismatches)} tensors have different names or"
                 f" shapes. The first mismatch is {first_name} ({stored} in the file, {expected} in the"
                 " model). Set the model flags to the values with which the file's model was trained."
             )

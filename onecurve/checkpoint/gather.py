@@ -22,7 +22,7 @@ MESSAGE_BYTES = 4 * 2**20
 # Maximum fraction of the network (during a gather) and of one core (during a write) that a save uses. On two
 # cores, the ten steps during a save took 1.12 times as long as usual with 0.25, and 0.99 times as long with
 # 0.1 (benchmarks/checkpoint_saves.py, FSDP2).
-SHARE = 0.1
+BUSY_SHARE = 0.1
 
 
 class NotGathered(Exception):
@@ -39,25 +39,25 @@ class Gather:
 
     def __init__(self, layout: Layout):
         self.shapes = layout.frozen_shapes() | layout.shapes()
-        self.rank, pieces_by_rank = 0, [layout.pieces]
+        self.rank, pieces_by_rank = 0, [layout.piece_of]
         if dist.is_initialized():
             self.rank, pieces_by_rank = dist.get_rank(), pieces_by_rank * dist.get_world_size()
             group = dist.new_group(backend="gloo")
             assert isinstance(group, dist.ProcessGroup)
             self.group = group
-            dist.all_gather_object(pieces_by_rank, layout.pieces, group=self.group)
-        assigned: set[tuple[str, int]] = set()
-        self.shares: list[dict[str, Piece]] = []  # pieces sent by each rank, by tensor name
+            dist.all_gather_object(pieces_by_rank, layout.piece_of, group=self.group)
+        assigned_pieces: set[tuple[str, int]] = set()
+        self.outgoing: list[dict[str, Piece]] = []  # pieces sent by each rank, by tensor name
         for pieces in pieces_by_rank:
-            share = {
+            rank_pieces = {
                 name: piece
                 for name, piece in pieces.items()
-                if piece.length and (name, piece.start) not in assigned
+                if piece.length and (name, piece.start) not in assigned_pieces
             }
-            assigned |= {(name, piece.start) for name, piece in share.items()}
-            self.shares.append(share)
+            assigned_pieces |= {(name, piece.start) for name, piece in rank_pieces.items()}
+            self.outgoing.append(rank_pieces)
         for name, shape in self.shapes.items():
-            lengths = [share[name].length for share in self.shares if name in share]
+            lengths = [rank_pieces[name].length for rank_pieces in self.outgoing if name in rank_pieces]
             assert sum(lengths) == torch.Size(shape).numel(), name
         self.hurry = threading.Event()  # set while training waits for the checkpoint, to disable pauses
 
@@ -85,15 +85,15 @@ class Gather:
             NotGathered: If a rank does not answer. The error message names the rank.
         """
         if self.rank:
-            if self.shares[self.rank]:
+            if self.outgoing[self.rank]:
                 # Tell the main process that this rank has copied its pieces into its snapshots
                 self._transfer(dist.send, torch.zeros(1), 0)
             for snapshot in snapshots.values():
                 for name in snapshot.specs:
-                    for part in _split_into_messages(snapshot.views[name]):
-                        self._transfer(dist.send, part, 0)
+                    for sent_message in _split_into_messages(snapshot.views[name]):
+                        self._transfer(dist.send, sent_message, 0)
             return
-        senders = [rank for rank, share in enumerate(self.shares) if share and rank]
+        senders = [rank for rank, rank_pieces in enumerate(self.outgoing) if rank_pieces and rank]
         for rank in senders:
             self._transfer(dist.recv, torch.zeros(1), rank)
         message_iterators = {rank: self._incoming_messages(snapshots, rank) for rank in senders}
@@ -108,11 +108,11 @@ class Gather:
                 self.pause(time.perf_counter() - began_s)
 
     def pause(self, busy_s: float) -> None:
-        """Sleep until busy_s is only the fraction SHARE of the elapsed time.
+        """Sleep until busy_s is only the fraction BUSY_SHARE of the elapsed time.
 
         While training waits for the save, return immediately.
         """
-        self.hurry.wait(busy_s * (1 / SHARE - 1))
+        self.hurry.wait(busy_s * (1 / BUSY_SHARE - 1))
 
     def _incoming_messages(self, snapshots: dict[str, Snapshot], rank: int) -> Iterator[Tensor]:
         for snapshot in snapshots.values():
@@ -130,7 +130,7 @@ class Gather:
             # Split `<parameter>/<state>`
             parameter = name if name in self.shapes else name.rpartition("/")[0]
             if self.shapes.get(parameter) == shape:
-                piece = self.shares[rank].get(parameter)
+                piece = self.outgoing[rank].get(parameter)
             elif rank == 0:
                 piece = Piece(0, torch.Size(shape).numel())
             else:
@@ -138,10 +138,10 @@ class Gather:
             if piece:
                 yield name, piece
 
-    def _transfer(self, operation: Callable[..., Any], message: Tensor, rank: int) -> None:
+    def _transfer(self, send_or_receive: Callable[..., Any], message: Tensor, rank: int) -> None:
         began_s = time.monotonic()
         try:
-            operation(message, rank, group=self.group)
+            send_or_receive(message, rank, group=self.group)
         except RuntimeError as error:  # gloo's message contains only source locations and addresses
             silent_s = time.monotonic() - began_s
             has_timed_out = "imed out" in str(error)

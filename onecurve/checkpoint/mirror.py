@@ -30,9 +30,9 @@ from onecurve.system.output import log
 from onecurve.system.s3 import ObjectStore, StoreError, WrongSize
 from onecurve.system.threads import Heartbeat, lower_priority
 
-LOGS = ("recipe.json", "starts.jsonl", "metrics.jsonl", "confusion.json", "nvidia-smi-*.txt")
+LOG_PATTERNS = ("recipe.json", "starts.jsonl", "metrics.jsonl", "confusion.json", "nvidia-smi-*.txt")
 # Telemetry is uploaded only once, with the result, because a host with 8 GPUs produces 140 MB per day
-TELEMETRY = "telemetry-*.jsonl"
+TELEMETRY_GLOB = "telemetry-*.jsonl"
 LOG_LIMIT_BYTES = 2**31
 
 
@@ -62,22 +62,22 @@ class Mirror:
         lost: Callable[[], str | None] = lambda: None,
     ):
         self.store, self.folder, self.keep_every, self.lost = store, folder, keep_every, lost
-        self.changed = threading.Condition()
-        self.waiting: tuple[int, int | None] | None = None  # queued checkpoint's step and best step
-        self.sending: tuple[int, int | None] | None = None
+        self.condition = threading.Condition()
+        self.queued: tuple[int, int | None] | None = None  # queued checkpoint's step and best step
+        self.uploading: tuple[int, int | None] | None = None
         self.failed = False  # True if the last upload failed
         threading.Thread(target=self._upload_checkpoints, daemon=True).start()
 
     def offer(self, step: int, best: int | None) -> None:
         """Queue the upload of a checkpoint that is already committed on the local disk."""
-        with self.changed:
-            self.waiting = (step, best)
-            self.changed.notify_all()
+        with self.condition:
+            self.queued = (step, best)
+            self.condition.notify_all()
 
     def needs(self) -> set[int]:
         """Return the steps of the checkpoints that must stay on disk for queued and current uploads."""
-        with self.changed:
-            uploads = filter(None, (self.waiting, self.sending))
+        with self.condition:
+            uploads = filter(None, (self.queued, self.uploading))
             return {step for upload in uploads for step in upload if step is not None}
 
     def wait(self, timeout_s: float) -> bool:
@@ -85,8 +85,8 @@ class Mirror:
 
         Each request to the store has a separate timeout.
         """
-        with self.changed:
-            return self.changed.wait_for(lambda: self.waiting is None and self.sending is None, timeout_s)
+        with self.condition:
+            return self.condition.wait_for(lambda: self.queued is None and self.uploading is None, timeout_s)
 
     def send_last_files(self, result: Mapping[str, Any]) -> None:
         """Upload a finished run's files.
@@ -94,7 +94,7 @@ class Mirror:
         Uploading result.json last marks the upload as complete.
         """
         self._check_owner()
-        self._upload_run_files(*LOGS, TELEMETRY)
+        self._upload_run_files(*LOG_PATTERNS, TELEMETRY_GLOB)
         self.store.write("result.json", json.dumps(result, indent=2).encode())
 
     def _upload_run_files(self, *patterns: str) -> None:
@@ -105,29 +105,29 @@ class Mirror:
     def _upload_checkpoints(self) -> None:
         lower_priority()
         while True:
-            with self.changed:
-                self.changed.wait_for(lambda: self.waiting is not None)
-                assert self.waiting
-                (step, best), self.waiting = self.waiting, None
-                self.sending = step, best
-            failed = False
+            with self.condition:
+                self.condition.wait_for(lambda: self.queued is not None)
+                assert self.queued
+                (step, best), self.queued = self.queued, None
+                self.uploading = step, best
+            has_failed = False
             try:
                 self._upload(step, best)
             except Exception as error:  # catch all errors, because the end of the run waits for this thread
-                failed = True
+                has_failed = True
                 log.warning(
                     f"warning: the checkpoint of step {step:,} could not be uploaded to {self.store.url}"
                     f" ({error}). The checkpoint is safe on the local disk. The next upload includes this"
                     " checkpoint. To retry the upload after the run, start the same command again."
                 )
-            with self.changed:
-                self.failed, self.sending = failed, None
-                self.changed.notify_all()
+            with self.condition:
+                self.failed, self.uploading = has_failed, None
+                self.condition.notify_all()
 
     def _upload(self, step: int, best: int | None) -> None:
         """Upload the logs, the checkpoint, index.json and, if it is missing in S3, the best checkpoint."""
         self._check_owner()
-        self._upload_run_files(*LOGS)  # the logs must never be older than a checkpoint
+        self._upload_run_files(*LOG_PATTERNS)  # the logs must never be older than a checkpoint
         stored_steps = committed(self.store)
         needed_steps = {step} | ({best} if best in steps_in(self.folder / "checkpoints") else set())
         for missing_step in sorted(needed_steps - stored_steps):
@@ -138,7 +138,7 @@ class Mirror:
         self.store.write(f"checkpoints/{checkpoints.INDEX_FILE}", json.dumps(index).encode())
         self._upload_run_files("result.json")
         earlier_steps = {stored_step for stored_step in stored_steps if stored_step <= step}
-        self._delete_old_checkpoints(checkpoints.to_keep(earlier_steps, best, self.keep_every))
+        self._delete_old_checkpoints(checkpoints.steps_to_keep(earlier_steps, best, self.keep_every))
 
     def _upload_checkpoint(self, step: int) -> None:
         """Upload a checkpoint. Uploading the manifest last commits the checkpoint."""
@@ -158,12 +158,12 @@ class Mirror:
 
         Manifests are deleted first, so that an interrupted removal leaves no checkpoint that looks committed.
         """
-        newest_kept, keys = max(kept_steps), self.store.list("checkpoints/step_")
+        newest_kept_step, keys = max(kept_steps), self.store.list("checkpoints/step_")
         steps = {key: _step_in_key(key) for key in keys}
         expired_keys = [
             key
             for key, step in steps.items()
-            if step is not None and step < newest_kept and step not in kept_steps
+            if step is not None and step < newest_kept_step and step not in kept_steps
         ]
         self._check_owner()
         self.store.delete(sorted(expired_keys, key=lambda key: not key.endswith(MANIFEST_FILE)))
@@ -205,15 +205,15 @@ def fetch_newest(
             store.delete(manifest_keys)
 
     steps = sorted((step for step in committed(store) if step > newer_than), reverse=True)
-    damaged: list[str] = []
+    damaged_manifests: list[str] = []
     for step in steps:
         try:
             fetch(store, step, parent, heartbeat)
-            delete_manifests(damaged)
+            delete_manifests(damaged_manifests)
             return step
         except (DamagedCheckpoint, WrongSize) as error:
             log.warning(f"warning: the checkpoint of step {step:,} is damaged: {error}")
-            damaged.append(f"checkpoints/{step_name(step)}/{MANIFEST_FILE}")
+            damaged_manifests.append(f"checkpoints/{step_name(step)}/{MANIFEST_FILE}")
         except OSError as error:
             raise ValueError(
                 f"the checkpoint of step {step:,} can't be downloaded from {store.url} to {parent}:"
@@ -221,7 +221,7 @@ def fetch_newest(
             ) from None
     if steps and newer_than < 0:
         raise ValueError(f"none of the {len(steps)} checkpoints in {store.url} passes verification")
-    delete_manifests(damaged)
+    delete_manifests(damaged_manifests)
     return None
 
 
@@ -238,8 +238,8 @@ def fetch(store: ObjectStore, step: int, parent: Path, heartbeat: Heartbeat) -> 
     discard(temporary_folder)
     temporary_folder.mkdir(parents=True)
     try:
-        mib = sum(entry["size"] for entry in manifest["files"].values()) / 2**20
-        log.info(f"downloading the checkpoint of step {step:,} ({mib:,.1f} MiB) from {store.url}")
+        size_mib = sum(entry["size"] for entry in manifest["files"].values()) / 2**20
+        log.info(f"downloading the checkpoint of step {step:,} ({size_mib:,.1f} MiB) from {store.url}")
         for name, entry in manifest["files"].items():
             store.download(f"{remote_folder}/{name}", temporary_folder / name, entry["size"], heartbeat)
             if sha256_of(temporary_folder / name, heartbeat) != entry["sha256"]:
@@ -275,7 +275,7 @@ def fetch_log(store: ObjectStore, folder: Path) -> None:
     interrupted download. A local file is kept if it begins with the content of the file in the bucket.
     Otherwise, the bucket's file replaces it.
     """
-    telemetry = [key for key in store.list("telemetry-") if fnmatch(key, TELEMETRY) and "/" not in key]
+    telemetry = [key for key in store.list("telemetry-") if fnmatch(key, TELEMETRY_GLOB) and "/" not in key]
     for name in ("recipe.json", "starts.jsonl", "metrics.jsonl", "confusion.json", *telemetry):
         file = folder / name
         content = store.read(name, LOG_LIMIT_BYTES)
@@ -291,5 +291,5 @@ def committed(store: ObjectStore) -> set[int]:
 
 
 def _step_in_key(key: str) -> int | None:
-    components = key.split("/")
-    return step_of(components[1]) if len(components) == 3 else None
+    key_parts = key.split("/")
+    return step_of(key_parts[1]) if len(key_parts) == 3 else None

@@ -17,10 +17,10 @@ from onecurve.checkpoint import format as checkpoints
 from onecurve.checkpoint.format import Checkpoint, OptimizerScalars, TensorFile
 from onecurve.checkpoint.optimizer_trial import try_out
 from onecurve.checkpoint.snapshot import Specs
-from onecurve.distributed.layout import Layout, group_values
+from onecurve.distributed.layout import Layout, group_settings
 
 # (name, shape, dtype) -> tensor from the main process
-Send = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
+SendTensor = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
 
 
 class OptimizerState:
@@ -30,15 +30,15 @@ class OptimizerState:
 
     Args:
         layout: Layout of the model and the optimizer.
-        same_bits: True to require that sharded and whole-parameter updates are bitwise identical.
+        needs_bitwise: True to require that sharded and whole-parameter updates are bitwise identical.
 
     Raises:
         ValueError: If the optimizer's state can't be saved, or the strategy would change the optimizer's
             update.
     """
 
-    def __init__(self, layout: Layout, same_bits: bool):
-        self.layout, self.trial = layout, try_out(layout, same_bits)
+    def __init__(self, layout: Layout, needs_bitwise: bool):
+        self.layout, self.trial = layout, try_out(layout, needs_bitwise)
 
     def about(self) -> dict[str, Any]:
         """Return the optimizer's class and the names of its state tensors and scalars, for the manifest."""
@@ -82,7 +82,7 @@ class OptimizerState:
             (
                 (f"{parameter}/{name}", piece)
                 for name, local_tensors in shaped.items()
-                for parameter, piece in self.layout.own(local_tensors)
+                for parameter, piece in self.layout.views(local_tensors)
             ),
             unshaped.items(),
         )
@@ -109,7 +109,7 @@ class OptimizerState:
 
     # --- Restore
 
-    def check(self, checkpoint: Checkpoint, state: dict[str, Any], moved: Collection[str] = ()) -> None:
+    def check(self, checkpoint: Checkpoint, state: dict[str, Any], reordered: Collection[str] = ()) -> None:
         """Raise ValueError unless the checkpoint contains this optimizer's state.
 
         Only one process calls this method.
@@ -117,7 +117,7 @@ class OptimizerState:
         Args:
             checkpoint: The verified checkpoint.
             state: Scalars from the checkpoint's state.json, as returned by TrainingState.scalars().
-            moved: Names of the parameters whose rows have a different order in this run.
+            reordered: Names of the parameters whose rows have a different order in this run.
         """
         folder, shapes = checkpoint.folder, self.layout.shapes()
         specs = TensorFile(folder / checkpoints.OPTIMIZER_FILE).specs()
@@ -146,12 +146,12 @@ class OptimizerState:
                 )
         for name, (_, shape) in specs.items():
             parameter = name.rpartition("/")[0]
-            if parameter in moved and shape != shapes[parameter] and math.prod(shape) > 1:
+            if parameter in reordered and shape != shapes[parameter] and math.prod(shape) > 1:
                 raise ValueError(
                     f"the optimizer state {name} in {folder} can't be reordered to match the data's class"
                     " order"
                 )
-        group_count = len(self.layout.constants)
+        group_count = len(self.layout.initial_settings)
         if any(groups) and len(groups) != group_count:
             raise ValueError(
                 f"{folder} contains the state of {len(groups)} parameter groups, but this run's optimizer has"
@@ -165,13 +165,13 @@ class OptimizerState:
                     " parameters in the same group. ZeRO stores each scalar only once per group"
                 )
 
-    def restore(self, specs: Specs, state: dict[str, Any], send: Send) -> None:
+    def restore(self, specs: Specs, state: dict[str, Any], send_tensor: SendTensor) -> None:
         """Restore the optimizer's state on all ranks. This method is collective.
 
         Args:
             specs: Dtypes and shapes of the tensors in optimizer.safetensors.
             state: Scalars from the checkpoint's state.json, as returned by TrainingState.scalars().
-            send: Function that broadcasts a tensor from the main process.
+            send_tensor: Function that broadcasts a tensor from the main process.
         """
         layout, shapes = self.layout, self.layout.shapes()
         shaped_dtypes: dict[str, dict[str, torch.dtype]] = {}  # state name -> parameter name -> dtype
@@ -180,24 +180,24 @@ class OptimizerState:
             if shape == shapes[parameter]:
                 shaped_dtypes.setdefault(name, {})[parameter] = dtype
             else:
-                self._put_state(parameter, name, send(full_name, shape, dtype))
+                self._put_state(parameter, name, send_tensor(full_name, shape, dtype))
         for name, dtypes in shaped_dtypes.items():
             local_tensors = layout.make_state(name, dtypes)
 
             def receive(parameter: str, name: str = name) -> Tensor:
                 dtype, shape = specs[f"{parameter}/{name}"]
-                return send(f"{parameter}/{name}", shape, dtype)
+                return send_tensor(f"{parameter}/{name}", shape, dtype)
 
-            pieces = ((member, piece) for member, piece in layout.own(local_tensors) if member in dtypes)
+            pieces = ((member, piece) for member, piece in layout.views(local_tensors) if member in dtypes)
             layout.fill(pieces, receive)
         for parameter, values in state["optimizer"]["scalars"].items():
             for name, value in values.items():
                 self._put_state(parameter, name, checkpoints.decode_value(value))
         groups = state["optimizer"]["groups"]
         for group, saved_settings, trial_settings in zip(
-            layout.inner.param_groups, groups, self.trial.groups, strict=False
+            layout.script_optimizer.param_groups, groups, self.trial.groups, strict=False
         ):
-            for name, encoded in group_values(saved_settings).items():
+            for name, encoded in group_settings(saved_settings).items():
                 group[name] = _place_like(checkpoints.decode_value(encoded), trial_settings.get(name))
 
     def _put_state(self, parameter: str, name: str, value: Any) -> None:

@@ -18,15 +18,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from onecurve.checkpoint.format import can_store
-from onecurve.distributed.layout import Arrange, Layout, changed, group_values, owner, shaped
+from onecurve.distributed.layout import (
+    Arrangement,
+    Layout,
+    base_of,
+    changed_settings,
+    group_settings,
+    shaped_entries,
+)
 
 LARGEST_EDGE = 128  # maximum dimension size of a small parameter
-STEPS = 3
+TRIAL_STEPS = 3
 LEARNING_RATE = 0.01
 TOLERANCE = 1e-5  # maximum relative difference between updates, because sums over shards round differently
 # Maximum dimension sizes and shard counts for the bitwise comparison. The scalar code for the last elements
 # of a tensor may round differently from vector instructions, so the comparison must exercise both code paths.
-ODD_EDGES, CUTS = (101, 37), (2, 3, 8)
+ODD_EDGES, SHARD_COUNTS = (101, 37), (2, 3, 8)
 
 Shape = tuple[int, ...]
 Groups = list[list[Tensor]]  # each parameter group's tensors
@@ -51,56 +58,56 @@ class OptimizerTrial:
         return sorted({name for state in (*self.states.values(), *self.groups) for name in state})
 
 
-def try_out(layout: Layout, same_bits: bool = False) -> OptimizerTrial:
+def try_out(layout: Layout, needs_bitwise: bool = False) -> OptimizerTrial:
     """Run trial steps of the layout's optimizer. This function is collective.
 
     Args:
         layout: Layout of the model and the optimizer.
-        same_bits: True to require that sharded and whole-parameter updates are bitwise identical.
+        needs_bitwise: True to require that sharded and whole-parameter updates are bitwise identical.
 
     Raises:
         ValueError: If the optimizer's state can't be saved, or the strategy would change the optimizer's
             update.
     """
     # DeepSpeed's own optimizers support flat partitions and need no trial.
-    if type(layout.inner).__module__.startswith("deepspeed."):
-        return OptimizerTrial(class_name(layout.inner))
+    if type(layout.script_optimizer).__module__.startswith("deepspeed."):
+        return OptimizerTrial(class_name(layout.script_optimizer))
     try:
-        return _run_trial(layout, same_bits)
+        return _run_trial(layout, needs_bitwise)
     except ValueError as error:
         problem = str(error)
     except Exception as error:  # optimizers raise many exception types for unsupported tensors
         problem = f"a trial step raised {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    name, advice, location = class_name(layout.inner), "Choose a different optimizer", ""
-    if layout.parts:
-        location = f" on {layout.parts}"
+    name, advice, location = class_name(layout.script_optimizer), "Choose a different optimizer", ""
+    if layout.partition_name:
+        location = f" on {layout.partition_name}"
         advice = "Train with DDP, or choose an optimizer such as AdamW, SGD or Lion"
     raise ValueError(f"the optimizer {name} can't be used{location}: {problem}. {advice}")
 
 
 def class_name(optimizer: Optimizer) -> str:
     """Return the class name, for example `timm.optim.lookahead.Lookahead(torch.optim.adamw.AdamW)`."""
-    name, wrapped = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", owner(optimizer)
+    name, wrapped = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", base_of(optimizer)
     return name if wrapped is optimizer else f"{name}({class_name(wrapped)})"
 
 
-def _run_trial(layout: Layout, same_bits: bool) -> OptimizerTrial:
+def _run_trial(layout: Layout, needs_bitwise: bool) -> OptimizerTrial:
     names, shapes = layout.groups(), layout.shapes()
-    if len(names) != len(layout.inner.param_groups):
+    if len(names) != len(layout.script_optimizer.param_groups):
         raise ValueError("DeepSpeed rebuilds this optimizer without its parameter groups")
-    if layout.is_flat and owner(layout.inner) is not layout.inner:
+    if layout.is_flat and base_of(layout.script_optimizer) is not layout.script_optimizer:
         raise ValueError(
             "ZeRO steps one parameter group at a time, but the wrapped optimizer would step all groups"
         )
-    if layout.arrangements() and owner(layout.inner).state:
+    if layout.arrangements() and base_of(layout.script_optimizer).state:
         raise ValueError("the optimizer creates state for whole parameters before its first step")
     small_shapes = {name: tuple(min(size, LARGEST_EDGE) for size in shape) for name, shape in shapes.items()}
     # For each group, one parameter name per distinct small shape
     examples = [{small_shapes[name]: name for name in group_names} for group_names in names]
     drawn_shapes, device = [list(group) for group in examples], layout.local[0].device
-    initial_values, *gradients = _draw_tensors(drawn_shapes, 1 + STEPS, device)
+    initial_values, *gradients = _draw_tensors(drawn_shapes, 1 + TRIAL_STEPS, device)
     initial_states: dict[str, dict[str, Any]] = {}
-    if owner(layout.inner).state:
+    if base_of(layout.script_optimizer).state:
         initial_states = dict(zip(layout.parameters, layout.states(), strict=False))
     whole_copy = _OptimizerCopy(layout, initial_values, lambda tensors: tensors)
     for group_names, parameters in zip(examples, whole_copy.parameters, strict=True):
@@ -112,16 +119,16 @@ def _run_trial(layout: Layout, same_bits: bool) -> OptimizerTrial:
         sharded_copy.step(gradients)
     if sharded_copies:
         _check_updates(layout, initial_values, whole_copy, sharded_copies)
-    if sharded_copies and same_bits:
+    if sharded_copies and needs_bitwise:
         _check_bitwise(layout, [[shapes[name] for name in group_names] for group_names in names])
     stepped = sharded_copies[0] if sharded_copies else whole_copy
-    trial = OptimizerTrial(class_name(layout.inner), groups=whole_copy.changed_groups())
+    trial = OptimizerTrial(class_name(layout.script_optimizer), groups=whole_copy.changed_groups())
     for group_index, members in enumerate(names):
         for name in members:
             shape_index = list(examples[group_index]).index(small_shapes[name])
             trial.states[name] = stepped.states(group_index)[0 if layout.is_flat else shape_index]
             state = whole_copy.states(group_index)[shape_index]
-            shaped_state = shaped(state, whole_copy.parameters[group_index][shape_index])
+            shaped_state = shaped_entries(state, whole_copy.parameters[group_index][shape_index])
             trial.shaped[name] = {state_name: value.dtype for state_name, value in shaped_state.items()}
     return trial
 
@@ -135,12 +142,12 @@ class _OptimizerCopy:
         arrange: Function that maps a group's whole parameters to the tensors that this copy updates.
     """
 
-    def __init__(self, layout: Layout, initial_values: Groups, arrange: Arrange):
+    def __init__(self, layout: Layout, initial_values: Groups, arrange: Arrangement):
         self.layout, self.arrange = layout, arrange
         self.parameters = [
             [nn.Parameter(value.clone()) for value in arrange(group)] for group in initial_values
         ]
-        self.optimizer = _copy_optimizer(layout.inner, {})
+        self.optimizer = _copy_optimizer(layout.script_optimizer, {})
         for group, parameters in zip(self.optimizer.param_groups, self.parameters, strict=True):
             group |= {"params": parameters, "lr": LEARNING_RATE}
 
@@ -152,7 +159,7 @@ class _OptimizerCopy:
                 name: value[corner_slices] if isinstance(value, Tensor) and value.shape == shape else value
                 for name, value in state.items()
             }
-            owner(self.optimizer).state[parameter] = copy.deepcopy(initial_state)
+            base_of(self.optimizer).state[parameter] = copy.deepcopy(initial_state)
 
     def step(self, gradients: list[Groups]) -> None:
         """Run one optimizer step for each set of gradients.
@@ -169,10 +176,10 @@ class _OptimizerCopy:
         self._check_state(attributes_before)
 
     def states(self, group: int) -> list[dict[str, Any]]:
-        return [owner(self.optimizer).state.get(parameter, {}) for parameter in self.parameters[group]]
+        return [base_of(self.optimizer).state.get(parameter, {}) for parameter in self.parameters[group]]
 
     def changed_groups(self) -> list[dict[str, Any]]:
-        return changed(self.optimizer.param_groups, self.layout.constants)
+        return changed_settings(self.optimizer.param_groups, self.layout.initial_settings)
 
     def flat_parameters(self, group: int) -> Tensor:
         whole_parameters = [
@@ -183,7 +190,7 @@ class _OptimizerCopy:
 
     def _check_state(self, attributes_before: dict[str, float]) -> None:
         states = [state for group_index in range(len(self.parameters)) for state in self.states(group_index)]
-        for name, value in [item for state in (*states, *self.changed_groups()) for item in state.items()]:
+        for name, value in [entry for state in (*states, *self.changed_groups()) for entry in state.items()]:
             if not can_store(value):
                 raise ValueError(
                     f"the optimizer state {name} is a {type(value).__name__}, which a checkpoint can't store"
@@ -191,7 +198,7 @@ class _OptimizerCopy:
         for name, value in self._numeric_attributes().items():
             if attributes_before.get(name) != value:
                 raise ValueError(f"the optimizer stores {name} outside its state_dict()")
-        attributes = vars(owner(self.optimizer)).values()
+        attributes = vars(base_of(self.optimizer)).values()
         extra_keys = self.optimizer.state_dict().keys() - {"state", "param_groups"}
         if extra_keys or any(isinstance(value, Optimizer) for value in attributes):
             raise ValueError(
@@ -210,24 +217,24 @@ def _check_updates(
     for group_index, group in enumerate(initial_values):
         if not group:
             continue
-        initial = torch.cat([value.flatten() for value in group])
+        initial_values_flat = torch.cat([value.flatten() for value in group])
         expected = whole_copy.flat_parameters(group_index)
         padded = torch.cat([sharded_copy.flat_parameters(group_index) for sharded_copy in sharded_copies])
         sharded = padded[: len(expected)]
         # With `not`, NaN also raises the error.
-        if not (expected - sharded).abs().max() <= TOLERANCE * (expected - initial).abs().max():
+        if not (expected - sharded).abs().max() <= TOLERANCE * (expected - initial_values_flat).abs().max():
             raise ValueError("the update of an element depends on the whole parameter")
     for sharded_copy in sharded_copies:
-        expected_groups = [group_values(group) for group in whole_copy.optimizer.param_groups]
-        if any(changed(sharded_copy.optimizer.param_groups, expected_groups)):
+        expected_groups = [group_settings(group) for group in whole_copy.optimizer.param_groups]
+        if any(changed_settings(sharded_copy.optimizer.param_groups, expected_groups)):
             raise ValueError("the state of a parameter group depends on whole parameters")
-    if any(whole_copy.changed_groups()) and not layout.steps_at_once():
+    if any(whole_copy.changed_groups()) and not layout.is_stepped_in_one_call():
         raise ValueError(
             "the optimizer counts the steps of each parameter group, but ZeRO-3 calls step() several times in"
             " each training step"
         )
     if layout.is_flat:
-        _check_flat(sharded_copies[0])
+        _check_flat_state(sharded_copies[0])
 
 
 def _check_bitwise(layout: Layout, shapes: list[list[Shape]]) -> None:
@@ -235,14 +242,14 @@ def _check_bitwise(layout: Layout, shapes: list[list[Shape]]) -> None:
 
     The comparison covers many different shard lengths.
     """
-    splits = [partial(_split_into_shards, count) for count in CUTS]
-    arranges: list[Arrange] = [list, *layout.arrangements(), *splits]
+    splits = [partial(_split_into_shards, count) for count in SHARD_COUNTS]
+    arranges: list[Arrangement] = [list, *layout.arrangements(), *splits]
     for edge in ODD_EDGES:
         small_shapes = [
             list({tuple(min(dimension, edge) for dimension in shape): None for shape in group})
             for group in shapes
         ]
-        initial_values, *gradients = _draw_tensors(small_shapes, 1 + STEPS, layout.local[0].device)
+        initial_values, *gradients = _draw_tensors(small_shapes, 1 + TRIAL_STEPS, layout.local[0].device)
         # Use small values, so that rounding does not hide the last bits of an update.
         initial_values = [[value / 1024 for value in group] for group in initial_values]
         optimizer_copies = [_OptimizerCopy(layout, initial_values, arrange) for arrange in arranges]
@@ -265,7 +272,7 @@ def _split_into_shards(count: int, tensors: list[Tensor]) -> list[Tensor]:
     return [shard for tensor in tensors for shard in (tensor.chunk(count) if tensor.ndim else [tensor])]
 
 
-def _check_flat(partition: _OptimizerCopy) -> None:
+def _check_flat_state(partition: _OptimizerCopy) -> None:
     """Raise ValueError unless ZeRO can split every non-scalar state tensor.
 
     ZeRO can split a state tensor that contains one fp32 value per parameter element.

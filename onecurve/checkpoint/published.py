@@ -13,7 +13,7 @@ from onecurve.system.env import hub_problem
 from onecurve.system.files import read_json
 from onecurve.system.text import printable
 
-CONFIG = "config.json"
+CONFIG_FILE = "config.json"
 # Image preprocessing keys in timm's config.json
 DATA_KEYS = ("input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std")
 EDGES = ("img_size", "patch_size")
@@ -63,7 +63,7 @@ def read_published(folder: Path) -> Published | None:
     """
     import timm
 
-    file = folder / CONFIG
+    file = folder / CONFIG_FILE
     if not file.is_file():
         return None
     content = read_json(file)
@@ -82,8 +82,8 @@ def _published_from_config(content: dict[str, Any], config: dict[str, Any]) -> P
     test_size = config.get("test_input_size")
     data = {name: config[name] for name in DATA_KEYS if config.get(name) is not None}
     arguments = {name: _edge_length(value) if name in EDGES else value for name, value in arguments.items()}
-    if edge := arguments.get("img_size"):
-        data["input_size"] = (3, edge, edge)
+    if edge_pixels := arguments.get("img_size"):
+        data["input_size"] = (3, edge_pixels, edge_pixels)
     return Published(
         content["architecture"],
         int(content.get("num_classes", config.get("num_classes", 0))),
@@ -124,8 +124,8 @@ def class_names(published: Published) -> list[tuple[str, ...]] | None:
     subset = infer_imagenet_subset({"num_classes": published.classes})
     if subset is None:
         return None
-    info = ImageNetInfo(subset)
-    return _with_descriptions(info.label_names(), _synset_descriptions(info))
+    imagenet_info = ImageNetInfo(subset)
+    return _with_descriptions(imagenet_info.label_names(), _synset_descriptions(imagenet_info))
 
 
 def _synset_descriptions(info: Any) -> dict[str, str]:
@@ -161,9 +161,9 @@ def download(name: str) -> Path:
         )
     problem = hub_problem()
     try:
-        return Path(snapshot_download(config.hf_hub_id, allow_patterns=[CONFIG, MODEL_FILE]))
+        return Path(snapshot_download(config.hf_hub_id, allow_patterns=[CONFIG_FILE, MODEL_FILE]))
     except OSError as error:
-        command = f"hf download {config.hf_hub_id} {CONFIG} {MODEL_FILE} --local-dir DIR"
+        command = f"hf download {config.hf_hub_id} {CONFIG_FILE} {MODEL_FILE} --local-dir DIR"
         raise ValueError(
             f"the hub can't be reached ({problem or error}). Run `{command}` on a machine with internet"
             " access, copy the folder DIR to this machine, and pass DIR as the model."

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onecurve.checkpoint import format as checkpoints
-from onecurve.checkpoint.format import step_name, steps_in, to_keep
+from onecurve.checkpoint.format import step_name, steps_in, steps_to_keep
 from onecurve.checkpoint.gather import NotGathered
 from onecurve.checkpoint.snapshot import Snapshot
 from onecurve.checkpoint.training import TrainingState
@@ -55,10 +55,10 @@ class Saver:
     ):
         self.training, self.folder, self.keep_every = training, folder, keep_every
         self.about, self.mirror = about, mirror
-        self.thread = futures.ThreadPoolExecutor(1, initializer=lower_priority)
-        self.running = [self.thread.submit(training.allocate, training.expected())]
-        self.gathered: int | None = None  # step of the latest complete snapshots
-        self.held: tuple[int, dict[str, Snapshot], dict[str, Any], int | None] | None = None
+        self.executor = futures.ThreadPoolExecutor(1, initializer=lower_priority)
+        self.pending = [self.executor.submit(training.allocate, training.expected())]
+        self.gathered_step: int | None = None  # step of the latest complete snapshots
+        self.held_checkpoint: tuple[int, dict[str, Snapshot], dict[str, Any], int | None] | None = None
         self.written_at = -math.inf  # time.monotonic() at the start of this process's last write
         self.committed, self.lost = committed, lost
         self.problem: str | None = None  # error message of the first failed save
@@ -76,19 +76,19 @@ class Saver:
             hold: True to hold the snapshot in memory instead of writing the checkpoint immediately.
         """
         self.wait()
-        self.held = None
+        self.held_checkpoint = None
         snapshots = self.training.take()
-        self.running.append(self.thread.submit(self._gather_snapshots, step))
+        self.pending.append(self.executor.submit(self._gather_snapshots, step))
         if self.folder:
-            self.held = (step, snapshots, state, best)
+            self.held_checkpoint = (step, snapshots, state, best)
             if not hold:
                 self.write_held()
 
     def write_held(self, after_s: float = 0.0) -> None:
         """Start writing the held snapshot unless the last write began less than after_s seconds ago."""
-        if self.held and not self.problem and self.since_write_s() >= after_s:
-            self.running.append(self.thread.submit(self._write_checkpoint, *self.held))
-            self.held = None
+        if self.held_checkpoint and not self.problem and self.since_write_s() >= after_s:
+            self.pending.append(self.executor.submit(self._write_checkpoint, *self.held_checkpoint))
+            self.held_checkpoint = None
             self.written_at = time.monotonic()
 
     def since_write_s(self) -> float:
@@ -103,16 +103,16 @@ class Saver:
     def done(self, wait_s: float) -> bool:
         """Wait up to wait_s seconds for the current save. Return False if the save is still in progress."""
         self.training.gathering.hurry.set()
-        if not futures.wait(self.running, wait_s).not_done:
-            finished, self.running = self.running, []
+        if not futures.wait(self.pending, wait_s).not_done:
+            finished, self.pending = self.pending, []
             for future in finished:
                 future.result()  # re-raise an unexpected error
-        return not self.running
+        return not self.pending
 
     def _gather_snapshots(self, step: int) -> None:
         try:
             self.training.gather()
-            self.gathered = step
+            self.gathered_step = step
         except NotGathered as error:
             time.sleep(FIRST_CAUSE_S)
             self._record_failure(step, f"gathered: {error}", "Run the same command again to resume training")
@@ -123,14 +123,14 @@ class Saver:
         assert self.folder, "only the main process writes checkpoints"
         parent = self.folder / "checkpoints"
         try:
-            if self.gathered != step:
+            if self.gathered_step != step:
                 return
             for metrics in own_files(self.folder, "metrics.jsonl"):
                 sync(metrics)  # the log on disk must never be older than the checkpoint
             if self.lost():
                 return
             if os.path.lexists(parent / step_name(step)):
-                checkpoints.remove(parent / step_name(step))
+                checkpoints.remove_checkpoint(parent / step_name(step))
             checkpoints.commit(parent, step, snapshots, state, self.about)
             self.committed = step
             if self.lost():  # another run took over the folder during the write
@@ -141,7 +141,7 @@ class Saver:
                 self.mirror.offer(step, best)
                 steps_to_upload = self.mirror.needs()
             steps = {saved_step for saved_step in steps_in(parent) if saved_step <= step}
-            for old_step in steps - to_keep(steps, best, self.keep_every) - steps_to_upload:
+            for old_step in steps - steps_to_keep(steps, best, self.keep_every) - steps_to_upload:
                 _try_to_remove(parent / step_name(old_step))
         except OSError as error:
             self._record_failure(
@@ -154,12 +154,12 @@ class Saver:
     def _record_failure(self, step: int, reason: str, advice: str) -> None:
         """Record the first save failure. `reason` completes the sentence "The checkpoint can't be ..."."""
         latest = max(steps_in(self.folder / "checkpoints"), default=None) if self.folder else None
-        earlier = (
+        earlier_checkpoint = (
             "There is no earlier checkpoint"
             if latest is None
             else f"The checkpoint of step {latest:,} is intact"
         )
-        problem = f"the checkpoint of step {step:,} can't be {reason}. {earlier}. {advice}"
+        problem = f"the checkpoint of step {step:,} can't be {reason}. {earlier_checkpoint}. {advice}"
         self.problem = self.problem or problem
 
 
@@ -169,6 +169,6 @@ def _try_to_remove(folder: Path) -> None:
     A later call removes the remaining files, for example files that were open over NFS.
     """
     try:
-        checkpoints.remove(folder)
+        checkpoints.remove_checkpoint(folder)
     except OSError as error:
         log.warning(f"warning: the checkpoint {folder} can't be removed: {error.strerror or error}")

@@ -38,15 +38,15 @@ class Snapshot:
         sizes = {name: dtype.itemsize * torch.Size(shape).numel() for name, (dtype, shape) in specs.items()}
         self.buffer = _allocate_pages(sum(sizes.values()))
         if pinned and len(self.buffer):
-            _page_lock(self.buffer)
+            _lock_pages(self.buffer)
             # finalize() keeps the buffer alive until it is unpinned. At process exit, the driver unpins the
             # buffer.
-            weakref.finalize(self, _release_page_lock, self.buffer).atexit = False
+            weakref.finalize(self, _unlock_pages, self.buffer).atexit = False
         self.views: dict[str, Tensor] = {}
         header, start_byte = {}, 0
         # Sorting by item size aligns each tensor to its item size.
-        by_size = sorted(specs, key=lambda name: -specs[name][0].itemsize)
-        for name in by_size:
+        names_by_size = sorted(specs, key=lambda name: -specs[name][0].itemsize)
+        for name in names_by_size:
             dtype, shape = specs[name]
             end_byte = start_byte + sizes[name]
             self.views[name] = self.buffer[start_byte:end_byte].view(dtype).view(shape)
@@ -66,10 +66,10 @@ class Snapshot:
 
     def _chunks(self) -> Iterator[bytes | memoryview]:
         yield self.header
-        data = self.buffer.numpy().data
-        for start in range(0, len(data), CHUNK_BYTES):
+        buffer_bytes = self.buffer.numpy().data
+        for start in range(0, len(buffer_bytes), CHUNK_BYTES):
             began_s = time.thread_time()
-            yield data[start : start + CHUNK_BYTES]
+            yield buffer_bytes[start : start + CHUNK_BYTES]
             self.pause(time.thread_time() - began_s)
 
 
@@ -80,18 +80,18 @@ def _allocate_pages(size: int) -> Tensor:
     return pages[start : start + size]
 
 
-def _page_lock(buffer: Tensor) -> None:
+def _lock_pages(buffer: Tensor) -> None:
     """Page-lock the buffer. torch's pinned allocator would round the size up to a power of two."""
     size = -(-buffer.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     for_all_contexts = 1  # value of cudaHostRegisterPortable
-    status = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, for_all_contexts))
-    if status:
+    error_code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, for_all_contexts))
+    if error_code:
         raise RuntimeError(
-            f"CUDA could not page-lock {size:,} bytes of CPU memory for checkpoints (CUDA error {status})"
+            f"CUDA could not page-lock {size:,} bytes of CPU memory for checkpoints (CUDA error {error_code})"
         )
 
 
-def _release_page_lock(buffer: Tensor) -> None:
+def _unlock_pages(buffer: Tensor) -> None:
     torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
 
 

@@ -58,11 +58,11 @@ class TrainingState:
         self.accelerator, self.ema, self.classes = accelerator, ema, classes
         self.layout = layout_of(model, optimizer)
         # An accelerator's exact_sum is set only with --deterministic.
-        same_bits = getattr(accelerator, "exact_sum", None) is not None
-        self.optimizer = OptimizerState(self.layout, same_bits)
+        needs_bitwise = getattr(accelerator, "exact_sum", None) is not None
+        self.optimizer = OptimizerState(self.layout, needs_bitwise)
         self.gathering = Gather(self.layout)
         self.snapshots: dict[str, Snapshot] = {}
-        self.copied: torch.cuda.Event | None = None
+        self.copy_event: torch.cuda.Event | None = None
 
     # --- Save
 
@@ -93,13 +93,13 @@ class TrainingState:
         """
         layout = self.layout
         optimizer_specs, optimizer_tensors = self.optimizer.tensors()
-        untrained = [*layout.buffers().items(), *layout.own_frozen()]
+        untrained = [*layout.buffers().items(), *layout.frozen_views()]
         files = {
-            checkpoints.MODEL_FILE: chain(untrained, layout.own(layout.local)),
+            checkpoints.MODEL_FILE: chain(untrained, layout.views(layout.local)),
             checkpoints.OPTIMIZER_FILE: optimizer_tensors,
         }
         if self.ema:
-            files[checkpoints.EMA_FILE] = chain(untrained, layout.own(self.ema.averages))
+            files[checkpoints.EMA_FILE] = chain(untrained, layout.views(self.ema.averages))
         specs = self._specs_by_file(optimizer_specs)
         for file, tensors in files.items():
             views = self.gathering.local_views(self._snapshot_for(file, specs[file]))
@@ -108,8 +108,8 @@ class TrainingState:
                     views[name].view(tensor.shape).copy_(tensor, non_blocking=True)
         self.gathering.hurry.clear()
         if self.accelerator.device.type == "cuda":
-            self.copied = torch.cuda.Event()
-            self.copied.record()
+            self.copy_event = torch.cuda.Event()
+            self.copy_event.record()
         return self.snapshots
 
     def gather(self) -> None:
@@ -122,13 +122,13 @@ class TrainingState:
         self.gathering.run(self.snapshots)
 
     def wait_until_copied(self) -> None:
-        if self.copied:
-            self.copied.synchronize()
+        if self.copy_event:
+            self.copy_event.synchronize()
 
     def is_copied(self) -> bool:
         """Return True, without waiting, if take()'s copies are complete. A device error results in False."""
         try:
-            return self.copied is None or self.copied.query()
+            return self.copy_event is None or self.copy_event.query()
         except RuntimeError:
             return False
 
@@ -173,13 +173,13 @@ class TrainingState:
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Raise ValueError unless the checkpoint's class names, tensor names and shapes match this run's."""
-        self.moved_rows(checkpoint)
+        self.row_orders(checkpoint)
         shapes, folder = self.gathering.shapes, checkpoint.folder
         buffers = {name: tuple(tensor.shape) for name, tensor in self.layout.buffers().items()}
         TensorFile(folder / checkpoints.MODEL_FILE).expect(shapes | buffers)
         if (folder / checkpoints.EMA_FILE).exists() != (self.ema is not None):
-            has_ema, uses_ema = ("no", "uses") if self.ema else ("an", "does not use")
-            raise ValueError(f"{folder} contains {has_ema} EMA, but this recipe {uses_ema} an EMA")
+            article, verb = ("no", "uses") if self.ema else ("an", "does not use")
+            raise ValueError(f"{folder} contains {article} EMA, but this recipe {verb} an EMA")
         if self.ema:
             TensorFile(folder / checkpoints.EMA_FILE).expect(shapes | buffers)
 
@@ -203,7 +203,7 @@ class TrainingState:
             )
         return match
 
-    def moved_rows(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
+    def row_orders(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
         """Map each head parameter's name to the checkpoint's row index for each class.
 
         If the checkpoint and this run have the same class order, the result is {}.
@@ -235,11 +235,11 @@ class TrainingState:
                 state.
         """
         if with_optimizer:
-            send, specs = self._make_sender(checkpoint, checkpoints.OPTIMIZER_FILE)
-            self.optimizer.restore(broadcast_object_list([specs])[0], state, send)
+            send_tensor, specs = self._make_sender(checkpoint, checkpoints.OPTIMIZER_FILE)
+            self.optimizer.restore(broadcast_object_list([specs])[0], state, send_tensor)
         if self.ema:
-            send, _ = self._make_sender(checkpoint, checkpoints.EMA_FILE)
-            self.layout.fill(self.layout.own(self.ema.averages), send)
+            send_tensor, _ = self._make_sender(checkpoint, checkpoints.EMA_FILE)
+            self.layout.fill(self.layout.views(self.ema.averages), send_tensor)
         self._restore_model(checkpoint, checkpoints.MODEL_FILE)
         self._set_loss_scale(state["loss_scale"])
 
@@ -255,13 +255,13 @@ class TrainingState:
         """
         self._restore_model(checkpoint, checkpoints.EMA_FILE if self.ema else checkpoints.MODEL_FILE)
 
-    def _restore_model(self, checkpoint: Checkpoint | None, file: str) -> None:
+    def _restore_model(self, checkpoint: Checkpoint | None, file_name: str) -> None:
         """Restore the model's parameters from the given file, and its buffers from the raw weights' file."""
-        layout, (send, _) = self.layout, self._make_sender(checkpoint, checkpoints.MODEL_FILE)
+        layout, (send_tensor, _) = self.layout, self._make_sender(checkpoint, checkpoints.MODEL_FILE)
         for name, buffer in layout.buffers().items():
-            buffer.copy_(send(name, buffer.shape, _stored_dtype(buffer.dtype)))
-        send, _ = self._make_sender(checkpoint, file)
-        layout.fill(chain(layout.own(layout.local), layout.own_frozen()), send)
+            buffer.copy_(send_tensor(name, buffer.shape, _stored_dtype(buffer.dtype)))
+        send_tensor, _ = self._make_sender(checkpoint, file_name)
+        layout.fill(chain(layout.views(layout.local), layout.frozen_views()), send_tensor)
         layout.sync()
 
     def _make_sender(
@@ -274,9 +274,9 @@ class TrainingState:
         """
         shapes, device = self.gathering.shapes, self.accelerator.device
         tensor_file = TensorFile(checkpoint.folder / file_name) if checkpoint else None
-        row_orders = self.moved_rows(checkpoint) if checkpoint else {}
+        row_orders = self.row_orders(checkpoint) if checkpoint else {}
 
-        def send(
+        def send_tensor(
             name: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype = torch.float32
         ) -> Tensor:
             if tensor_file:
@@ -288,7 +288,7 @@ class TrainingState:
                 tensor = torch.empty(shapes[name] if shape is None else shape, dtype=dtype, device=device)
             return broadcast(tensor)
 
-        return send, tensor_file.specs() if tensor_file else None
+        return send_tensor, tensor_file.specs() if tensor_file else None
 
     # --- fp16
 

@@ -38,14 +38,14 @@ from onecurve.checkpoint.format import (
     verify,
 )
 from onecurve.checkpoint.published import (
-    CONFIG,
+    CONFIG_FILE,
     KNOWN_ARGUMENTS,
     Published,
     class_names,
     of_name,
     read_published,
 )
-from onecurve.data.class_names import NEW, match_classes
+from onecurve.data.class_names import NEW_CLASS, match_classes
 from onecurve.distributed.agreement import once
 from onecurve.flags.recipe import ImageRecipe, parse
 from onecurve.models.preprocessing import LEGACY
@@ -63,15 +63,15 @@ if TYPE_CHECKING:  # imported lazily at runtime
 
 # Python code of a command that converts a pickle file to safetensors. Only the user runs this command, never
 # onecurve. timm prefers averaged weights in a checkpoint, and allows torch to load only tensors.
-CONVERT = (
+CONVERSION = (
     "import sys; from timm.models import load_state_dict as load; from safetensors.torch import save_file;"
     " save_file({n: t.clone().contiguous() for n, t in load(sys.argv[1]).items()}, sys.argv[2])"
 )
 # Tensor name prefixes added by torch.compile, DDP and Lightning
-WRAPPERS = ("_orig_mod.", "module.", "model.")
-TRAINED_BY = "trained_by"  # key in config.json files written by export.py
-PICKLES = (b"PK", b"\x80")  # first bytes of files in torch's new and old pickle formats
-# Weight files opened by find() and not loaded yet, by path
+WRAPPER_PREFIXES = ("_orig_mod.", "module.", "model.")
+TRAINED_BY_KEY = "trained_by"  # key in config.json files written by export.py
+PICKLE_PREFIXES = (b"PK", b"\x80")  # first bytes of files in torch's new and old pickle formats
+# Weight files opened by find_model() and not loaded yet, by path
 _open_files: dict[str, TensorFile] = {}
 
 
@@ -104,7 +104,7 @@ class TrainedModel:
         return reports.parent.name if reports.name == "validation" else reports.name
 
 
-def find(location: str, which: str, scratch: Path, heartbeat: Heartbeat) -> TrainedModel:
+def find_model(location: str, which: str, scratch_folder: Path, heartbeat: Heartbeat) -> TrainedModel:
     """Find the model at a location. Averaged weights are preferred if the checkpoint contains them.
 
     If a run in progress replaces its checkpoint during the search, the search starts again. The weight file
@@ -114,7 +114,7 @@ def find(location: str, which: str, scratch: Path, heartbeat: Heartbeat) -> Trai
         location: Run folder, s3:// prefix of a run, checkpoint folder, folder written by export.py, or
             .safetensors file.
         which: Checkpoint to select from a run, either `best` or `latest`.
-        scratch: Folder for downloads.
+        scratch_folder: Folder for downloads.
         heartbeat: Function called about once per second.
 
     Raises:
@@ -123,7 +123,7 @@ def find(location: str, which: str, scratch: Path, heartbeat: Heartbeat) -> Trai
     while True:
         steps_before = steps_in(Path(location) / "checkpoints")
         try:
-            trained = _find_once(location, which, scratch, heartbeat)
+            trained = _find_model_once(location, which, scratch_folder, heartbeat)
             _open_files[trained.weights] = _open_weights(Path(trained.weights))
             return trained
         except ValueError:
@@ -131,7 +131,7 @@ def find(location: str, which: str, scratch: Path, heartbeat: Heartbeat) -> Trai
                 raise
 
 
-def _find_once(location: str, which: str, scratch: Path, heartbeat: Heartbeat) -> TrainedModel:
+def _find_model_once(location: str, which: str, scratch: Path, heartbeat: Heartbeat) -> TrainedModel:
     if location.startswith("s3://"):
         from onecurve.system.s3 import ObjectStore
 
@@ -141,17 +141,17 @@ def _find_once(location: str, which: str, scratch: Path, heartbeat: Heartbeat) -
         name = f"{store.url}/checkpoints/{checkpoint.folder.name}"
         return _model_in_checkpoint(checkpoint, reports, name, _preferred_file(checkpoint))
     path = Path(location).resolve()
-    file, local = _locate(path, which, heartbeat)
-    if local is None and path.is_dir():
+    file, saved = _locate(path, which, heartbeat)
+    if saved is None and path.is_dir():
         return _hub_model(path) or _exported_model(path)
-    if local is None:
+    if saved is None:
         folder = str(Path("validation") / file.stem)
         names = [[name] if isinstance(name, str) else list(name) for name in _class_names(file) or ()]
         classes = [aliases[0] for aliases in names] or None
         return TrainedModel(str(file), shortest(file), folder, classes=classes, names=names or None)
-    is_in_run = local.folder.parent.name == "checkpoints"
-    reports = local.folder.parents[1] / "validation" if is_in_run else Path("validation") / local.folder.name
-    return _model_in_checkpoint(local, reports, shortest(local.folder), file.name)
+    is_in_run = saved.folder.parent.name == "checkpoints"
+    reports = saved.folder.parents[1] / "validation" if is_in_run else Path("validation") / saved.folder.name
+    return _model_in_checkpoint(saved, reports, shortest(saved.folder), file.name)
 
 
 def _locate(path: Path, which: str, heartbeat: Heartbeat) -> tuple[Path, Checkpoint | None]:
@@ -182,17 +182,17 @@ def _locate(path: Path, which: str, heartbeat: Heartbeat) -> tuple[Path, Checkpo
 def _exported_model(folder: Path) -> TrainedModel:
     """Return the model in a folder written by export.py, without running any code from the folder."""
     try:
-        origin = read_json(folder / CONFIG)[TRAINED_BY]
+        origin = read_json(folder / CONFIG_FILE)[TRAINED_BY_KEY]
         script, recipe = str(origin["script"]), dict(origin["recipe"])
         classes = list(map(printable, origin["classes"]))
     except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(
-            f"{folder / CONFIG} describes neither a timm model nor the training that produced the weights."
-            " Export the model again with export.py."
+            f"{folder / CONFIG_FILE} describes neither a timm model nor the training that produced the"
+            " weights. Export the model again with export.py."
         ) from None
     reports = str(Path("validation") / folder.name)
-    facts = script, recipe, classes, None, *map(origin.get, ("cropped", "preprocessing", "names"))
-    return TrainedModel(str(folder / MODEL_FILE), shortest(folder), reports, None, *facts)
+    origin_facts = script, recipe, classes, None, *map(origin.get, ("cropped", "preprocessing", "names"))
+    return TrainedModel(str(folder / MODEL_FILE), shortest(folder), reports, None, *origin_facts)
 
 
 def _class_names(file: Path) -> list[str] | list[tuple[str, ...]] | None:
@@ -204,7 +204,7 @@ def _class_names(file: Path) -> list[str] | list[tuple[str, ...]] | None:
     with contextlib.suppress(OSError, ValueError):
         if published := read_published(file.parent):
             return class_names(published)
-        names = read_json(file.with_name(CONFIG)).get("label_names")
+        names = read_json(file.with_name(CONFIG_FILE)).get("label_names")
         if isinstance(names, list) and all(isinstance(name, str) for name in names):
             return list(map(printable, names))
     return None
@@ -213,13 +213,13 @@ def _class_names(file: Path) -> list[str] | list[tuple[str, ...]] | None:
 def _hub_model(folder: Path) -> TrainedModel | None:
     """Return the timm model in a folder with the Hub's layout, or None for a train script's own model."""
     published = read_published(folder)
-    if published is None or TRAINED_BY in read_json(folder / CONFIG):
+    if published is None or TRAINED_BY_KEY in read_json(folder / CONFIG_FILE):
         return None
     reports = str(Path("validation") / folder.name)
     return _describe_published(TrainedModel(str(folder / MODEL_FILE), shortest(folder), reports), published)
 
 
-def of_model(trained: TrainedModel, name: str) -> TrainedModel:
+def as_timm_model(trained: TrainedModel, name: str) -> TrainedModel:
     """Describe a weight file as a timm model. Raise ValueError if the model predicts no classes."""
     shapes = _open_files[trained.weights].shapes()
     head = f"{_wrapper_prefix(list(shapes))}{head_names(name)[0]}.weight"
@@ -301,10 +301,10 @@ def load_weights(model: nn.Module, trained: TrainedModel, script: ModuleType, re
     """
     if not trained.published:
         load_trained(model, Path(trained.weights))
-    elif (classes := int(model.num_classes)) != trained.published:  # type: ignore[arg-type]  # timm's model
+    elif (class_count := int(model.num_classes)) != trained.published:  # type: ignore[arg-type]  # timm's model
         raise ValueError(
             f"{trained.name} predicts {trained.published:,} classes without names, but the data contains"
-            f" {classes:,} classes"
+            f" {class_count:,} classes"
         )
     else:
         # Let timm's loader read the file, because it may rename or resample tensors.
@@ -395,8 +395,8 @@ def _model_in_checkpoint(checkpoint: Checkpoint, reports: Path, name: str, file:
         state = read_json(checkpoint.folder / STATE_FILE)
         accuracy = float(state["last"][metric]) if state["evaluated"] else None
     classes = [printable(name) for name in classes]
-    facts = script, recipe, classes, accuracy, manifest.get("cropped"), manifest.get("preprocessing")
-    return TrainedModel(weights, f"{name}/{file}", str(reports), checkpoint.step, *facts)
+    origin_facts = script, recipe, classes, accuracy, manifest.get("cropped"), manifest.get("preprocessing")
+    return TrainedModel(weights, f"{name}/{file}", str(reports), checkpoint.step, *origin_facts)
 
 
 # --- Fine-tuning
@@ -455,7 +455,7 @@ def model_with_weights(
     except ValueError as error:
         raise ValueError(f"--weights {error}") from None
     shapes = weights.shapes()
-    data = _stored_preprocessing(name, location, trained)
+    preprocessing = _stored_preprocessing(name, location, trained)
     wrapper = _wrapper_prefix(list(shapes))
     heads = head_names(name)
     # Number of classes in the file, or 0 without a head.
@@ -464,7 +464,7 @@ def model_with_weights(
     source = {"state_dict": tensors, "num_classes": stored_count, "custom_load": False, "label_offset": 0}
     try:
         model: Any = timm.create_model(
-            name, True, pretrained_cfg_overlay=source | data, num_classes=stored_count, **options
+            name, True, pretrained_cfg_overlay=source | preprocessing, num_classes=stored_count, **options
         )
     except RuntimeError as error:
         if "loading state_dict" not in str(error):
@@ -480,17 +480,17 @@ def model_with_weights(
     notes = [f"the prefix {wrapper} is removed from all tensor names"] if wrapper else []
     notes += _resampling_notes(model, tensors)
     stored_classes = trained.manifest.get("classes") if trained else _class_names(file)
-    rows = None  # row index in the stored head for each class
+    head_rows = None  # row index in the stored head for each class
     if names and stored_classes and len(stored_classes) == stored_count:
         match = match_classes(stored_classes, names)
-        rows = None if match.is_identity else match.labels
-        if rows is not None:
+        head_rows = None if match.is_identity else match.labels
+        if head_rows is not None:
             kept_count, added = plural(len(match.known), "class"), plural(len(match.unknown), "class")
             notes.append(
                 f"the head keeps the rows for {kept_count} with known names and adds rows for {added}"
             )
     elif stored_count != classes:
-        rows = np.full(classes, NEW)
+        head_rows = np.full(classes, NEW_CLASS)
         notes.append(
             f"a new head for {classes:,} classes replaces the file's head for {stored_count:,} classes"
         )
@@ -498,32 +498,34 @@ def model_with_weights(
         notes.append(
             "the file contains no class names, so the head's rows are assumed to be in the data's class order"
         )
-    if rows is not None:
-        _choose_rows(model, heads, rows)
+    if head_rows is not None:
+        _choose_head_rows(model, heads, head_rows)
     if rank() == 0:
         log.info("; ".join([f"--weights: {shortest(file)}", *notes]))
     return model
 
 
 @torch.no_grad()
-def _choose_rows(model: Any, heads: Sequence[str], rows: np.ndarray) -> None:
+def _choose_head_rows(model: Any, heads: Sequence[str], rows: np.ndarray) -> None:
     """Replace the model's head with a new head that keeps some rows of the current head.
 
     Args:
         model: The timm model.
         heads: Names of the head's layers.
-        rows: Row index in the current head for each class, or NEW for a new row (int64 [classes]).
+        rows: Row index in the current head for each class, or NEW_CLASS for a new row (int64 [classes]).
     """
     from timm.models.vision_transformer import init_weights_vit_timm
 
-    before = [dict(model.get_submodule(head).named_parameters()) for head in heads if rows.max() != NEW]
+    earlier_parameters = [
+        dict(model.get_submodule(head).named_parameters()) for head in heads if rows.max() != NEW_CLASS
+    ]
     model.reset_classifier(len(rows))
     for head in heads:
         model.get_submodule(head).apply(init_weights_vit_timm)
-    known = torch.from_numpy(np.flatnonzero(rows != NEW))
-    for head, parameters in zip(heads, before, strict=False):
+    known_rows = torch.from_numpy(np.flatnonzero(rows != NEW_CLASS))
+    for head, parameters in zip(heads, earlier_parameters, strict=False):
         for name, parameter in model.get_submodule(head).named_parameters():
-            parameter[known] = parameters[name][torch.from_numpy(rows)[known]]
+            parameter[known_rows] = parameters[name][torch.from_numpy(rows)[known_rows]]
 
 
 def _resampling_notes(model: nn.Module, tensors: dict[str, torch.Tensor]) -> list[str]:
@@ -564,7 +566,7 @@ def _wrapper_prefix(names: list[str]) -> str:
     """Return the prefix that model wrappers add to all tensor names, for example `module._orig_mod.`."""
     prefix = ""
     while names:
-        longer_prefixes = (prefix + wrapper for wrapper in WRAPPERS)
+        longer_prefixes = (prefix + wrapper_prefix for wrapper_prefix in WRAPPER_PREFIXES)
         shared = [longer for longer in longer_prefixes if all(name.startswith(longer) for name in names)]
         if not shared:
             break
@@ -580,9 +582,9 @@ def _open_weights(file: Path) -> TensorFile:
             raise
         with open(file, "rb") as binary_file:
             first_bytes = binary_file.read(2)
-        if not first_bytes.startswith(PICKLES):
+        if not first_bytes.startswith(PICKLE_PREFIXES):
             raise
-        command = shlex.join(["python", "-c", CONVERT, str(file), str(file.with_suffix(".safetensors"))])
+        command = shlex.join(["python", "-c", CONVERSION, str(file), str(file.with_suffix(".safetensors"))])
         raise ValueError(
             f"{file} is a pickle file, which can execute code when it is loaded. Convert the file to"
             f" safetensors in an isolated environment such as a container: {command}"

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from onecurve.data.class_names import refuse_duplicates
-from onecurve.data.conversions import Look, conversion_warnings, sample
+from onecurve.data.conversions import ImageStats, conversion_warnings, sample_images
 from onecurve.data.decode import checks_jpegs
-from onecurve.data.encoded import FILES, SPLITS, STORED, CachedImages, DamagedImage, Encoded
+from onecurve.data.encoded import ALL_SPLITS, ITEM_FILES, SPLITS, CachedImages, DamagedImage, EncodedImages
 from onecurve.data.equal import EqualImages
 from onecurve.data.sources import Source, find_source
 from onecurve.data.splits import hold_out, part_file
@@ -36,22 +36,22 @@ from onecurve.system.processes import allowed_cores
 from onecurve.system.progress import Display
 from onecurve.system.threads import Heartbeat, run_with_heartbeat
 
-FORMAT = 1  # version in the content key; increase it whenever the layout of a cache folder changes
-DECODING = 8  # version in the folder key; increase it whenever decoded pixels, names or meta.json change
+LAYOUT_VERSION = 1  # version in the content key; increase it whenever the layout of a cache folder changes
+PIXEL_VERSION = 8  # version in the folder key; increase it whenever decoded pixels, names or meta.json change
 HASH_LIMIT_BYTES = 4 * 2**30  # total size above which only sampled blocks of each file are hashed
 BLOCK_BYTES = 4096  # size of the block hashed in every PART_BYTES of a file
 PART_BYTES = 16 * 2**20
 # Decoded size above which data stays encoded. The limit is fixed so that all machines make the same decision.
-DECODED_BYTES = 8 * 2**30
-LOCK, BROKEN = ".lock", "broken.json"
-NAMED = 10  # maximum number of broken images in an error message; the file BROKEN lists every broken image
-SEARCHED_BYTES = 4 * 2**30  # encoded size above which data is not searched for duplicates and broken images
+MAX_DECODED_BYTES = 8 * 2**30
+LOCK_FILE, BROKEN_FILE = ".lock", "broken.json"
+NAMED = 10  # maximum number of broken images in an error message; BROKEN_FILE lists every broken image
+MAX_SEARCH_BYTES = 4 * 2**30  # encoded size above which data is not part for duplicates and broken images
 CHECKED = 16  # number of images per chunk when images are checked but not stored
 # Number of pixels per decoded chunk. Decoding a chunk takes about 50 ms and can't be interrupted.
 CHUNK_PIXELS = 2**22
 
 
-class Prepared(NamedTuple):
+class PreparedData(NamedTuple):
     """Location of prepared data, with a note about ignored source files."""
 
     folder: str  # path of the data set's folder in the cache
@@ -64,7 +64,7 @@ def prepare_data(data: str, cache_dir: Path, heartbeat: Heartbeat = lambda: None
     return Path(prepare_cache(recipe, heartbeat).folder)
 
 
-def prepare_cache(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = False) -> Prepared:
+def prepare_cache(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = False) -> PreparedData:
     """Find or create the cache folder for recipe.data. Only one process per host calls this function.
 
     Args:
@@ -95,7 +95,7 @@ def prepare_cache(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = Fal
                 if not folder.exists():  # another job may have created the folder in the meantime
                     _write_folder(folder, source, f"{label}-{content_key}", beat)
         _refuse_broken(folder, recipe.on_bad_image == "skip" or is_evaluated)
-        return Prepared(str(folder), source.left_out)
+        return PreparedData(str(folder), source.left_out)
     except OSError as error:
         raise ValueError(
             f"--data {recipe.data} could not be prepared in --cache_dir {cache_dir}: {error}{size_limit()}."
@@ -108,9 +108,9 @@ def _check_owner(folder: Path) -> None:
     """Raise ValueError if the folder belongs to another user, who could replace the training images."""
     if not folder.exists():
         return
-    owner = folder.stat().st_uid
-    if os.geteuid() not in (0, owner) and owner != 0:
-        raise ValueError(f"{folder} belongs to user {owner}. Set --cache_dir to a folder that you own")
+    owner_id = folder.stat().st_uid
+    if os.geteuid() not in (0, owner_id) and owner_id != 0:
+        raise ValueError(f"{folder} belongs to user {owner_id}. Set --cache_dir to a folder that you own")
 
 
 def _cache_keys(source: Source) -> tuple[str, str]:
@@ -120,21 +120,21 @@ def _cache_keys(source: Source) -> tuple[str, str]:
     each file's size and sampled blocks, because reading all files at every start would take too long.
 
     The folder key is a hash of the content key, the image folder's path (because the cache may store image
-    paths), DECODING and the holdout fold. Above 4 GiB, the folder key also covers the files' modification
-    times.
+    paths), PIXEL_VERSION and the holdout fold. Above 4 GiB, the folder key also covers the files'
+    modification times.
     """
-    stats = [retried(path.stat)() for _, path in source.files]
+    file_stats = [retried(path.stat)() for _, path in source.files]
     location = (
-        str(source.root or source.shards or "") + (f" {DECODING}" if source.files else "") + source.fold
+        str(source.root or source.shards or "") + (f" {PIXEL_VERSION}" if source.files else "") + source.fold
     )
-    is_large = sum(stat.st_size for stat in stats) > HASH_LIMIT_BYTES
-    with ThreadPoolExecutor(allowed_cores()) as pool:  # hashing and reading release the GIL
+    is_large = sum(file_stat.st_size for file_stat in file_stats) > HASH_LIMIT_BYTES
+    with ThreadPoolExecutor(allowed_cores()) as executor:  # hashing and reading release the GIL
         hash_file = _hash_of_blocks if is_large else _hash_of_content
-        hashes = list(pool.map(hash_file, source.files))
+        hashes = list(executor.map(hash_file, source.files))
     if is_large:
-        location += f" {[stat.st_mtime_ns for stat in stats]}"
+        location += f" {[file_stat.st_mtime_ns for file_stat in file_stats]}"
     content_key = _short_hash(
-        [FORMAT, source.name, [name for name, _ in source.files], [*hashes, *source.hashes]]
+        [LAYOUT_VERSION, source.name, [name for name, _ in source.files], [*hashes, *source.hashes]]
     )
     return content_key, _short_hash([content_key, location])
 
@@ -150,11 +150,11 @@ def _hash_of_blocks(file: tuple[str, Path]) -> str:
     name, path = file
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
-    with open(path, "rb", buffering=0) as content:
-        for part in range(1 + size // PART_BYTES):
-            position = int.from_bytes(hashlib.sha256(f"{part} {name}".encode()).digest())
-            content.seek(position % max(1, size - BLOCK_BYTES + 1))
-            digest.update(content.read(BLOCK_BYTES))
+    with open(path, "rb", buffering=0) as stream:
+        for part_index in range(1 + size // PART_BYTES):
+            position = int.from_bytes(hashlib.sha256(f"{part_index} {name}".encode()).digest())
+            stream.seek(position % max(1, size - BLOCK_BYTES + 1))
+            digest.update(stream.read(BLOCK_BYTES))
     return digest.hexdigest()
 
 
@@ -163,12 +163,12 @@ def _short_hash(content: list) -> str:
 
 
 @contextmanager
-def _cache_lock(folder: Path, beat: Heartbeat) -> Iterator[None]:
+def _cache_lock(cache_dir: Path, beat: Heartbeat) -> Iterator[None]:
     """Hold the cache's lock on this host. The kernel releases the lock if the process dies."""
-    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = os.open(cache_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         if not try_lock(descriptor):
-            log.warning(f"waiting for another process to finish preparing images in {folder}")
+            log.warning(f"waiting for another process to finish preparing images in {cache_dir}")
             run_with_heartbeat(lambda: fcntl.flock(descriptor, fcntl.LOCK_EX), beat)
         yield
     finally:
@@ -190,42 +190,42 @@ def _write_folder(folder: Path, source: Source, source_name: str, beat: Heartbea
         if source.holdout is not None:
             hold_out(new_folder, source.holdout)
         storage = "shards" if source.shards else "array"
-        flaws: list[str] = []
-        looks: list[list[Look]] = []
+        warnings: list[str] = []
+        stats: list[list[ImageStats]] = []
         if (
             source.test_name == "test"
             and source.holdout is None
             and not (new_folder / "test_labels.npy").exists()
         ):
-            flaws.append("the test split is left out, because all of its labels are -1 or null")
-        if (new_folder / f"train_{FILES[0]}").exists():
-            stored_splits = [split for split in STORED if (new_folder / f"{split}_labels.npy").exists()]
+            warnings.append("the test split is left out, because all of its labels are -1 or null")
+        if (new_folder / f"train_{ITEM_FILES[0]}").exists():
+            stored_splits = [split for split in ALL_SPLITS if (new_folder / f"{split}_labels.npy").exists()]
             encoded = {split: CachedImages(new_folder, split) for split in stored_splits}
-            parts: list[Encoded] = list(encoded.values())
+            searched: list[EncodedImages] = list(encoded.values())
             if source.holdout is not None:
-                parts[:1] = [
+                searched[:1] = [
                     CachedImages(new_folder, "train", part_file(new_folder, part)) for part in SPLITS
                 ]
                 stored_splits[:1] = ["train", "train"]
-            sizes = (images.size(i) for images in encoded.values() for i in range(len(images)))
-            is_small = run_with_heartbeat(lambda: sum(sizes), beat) <= SEARCHED_BYTES
-            if is_small:
+            sizes = (images.size(index) for images in encoded.values() for index in range(len(images)))
+            is_searched = run_with_heartbeat(lambda: sum(sizes), beat) <= MAX_SEARCH_BYTES
+            if is_searched:
                 stored_labels = (np.load(new_folder / f"{split}_labels.npy") for split in stored_splits)
-                part_labels = [labels[part.ids] for labels, part in zip(stored_labels, parts, strict=True)]
-                duplicates = run_with_heartbeat(partial(EqualImages, parts), beat)
-                flaws += duplicates.in_two_splits((source.val_name, source.test_name))
-                flaws += duplicates.in_two_classes(np.concatenate(part_labels), classes)
-            looks = run_with_heartbeat(partial(sample, encoded.values()), beat)
-            is_decoded = _decode_all(new_folder, source.name, encoded, _common_shape(looks), beat)
+                all_labels = [labels[part.ids] for labels, part in zip(stored_labels, searched, strict=True)]
+                equal_images = run_with_heartbeat(partial(EqualImages, searched), beat)
+                warnings += equal_images.split_warnings((source.val_name, source.test_name))
+                warnings += equal_images.class_warnings(np.concatenate(all_labels), classes)
+            stats = run_with_heartbeat(partial(sample_images, encoded.values()), beat)
+            is_decoded = _decode_all(new_folder, source.name, encoded, _common_shape(stats), beat)
             storage = "array" if is_decoded else "files"
-            if is_small and storage == "files":
-                flaws = _check_all(new_folder, source.name, parts, beat) + flaws
+            if is_searched and storage == "files":
+                warnings = _check_all(new_folder, source.name, searched, beat) + warnings
         elif source.shards and not source.shards.startswith("s3://"):
-            looks = run_with_heartbeat(partial(_sample_shards, new_folder, source.shards), beat)
-        flaws += conversion_warnings([*chain.from_iterable(looks)], is_cropped=storage != "array")
+            stats = run_with_heartbeat(partial(_sample_shards, new_folder, source.shards), beat)
+        warnings += conversion_warnings([*chain.from_iterable(stats)], is_cropped=storage != "array")
         meta = {
             "kind": storage,
-            "flaws": flaws,
+            "flaws": warnings,
             "source": source_name,
             "classes": classes,
             "val_name": source.val_name,
@@ -245,65 +245,65 @@ def _write_folder(folder: Path, source: Source, source_name: str, beat: Heartbea
         shutil.rmtree(new_folder, ignore_errors=True)
 
 
-def _check_all(new_folder: Path, source_name: str, parts: list[Encoded], beat: Heartbeat) -> list[str]:
+def _check_all(new_folder: Path, source_name: str, splits: list[EncodedImages], beat: Heartbeat) -> list[str]:
     """Check images that stay encoded by decoding each image once.
 
-    The function writes the errors for undecodable images to the file BROKEN. The returned list contains a
-    warning if any image has missing data.
+    The function writes the errors for undecodable images to the file BROKEN_FILE. The returned list contains
+    a warning if any image has missing data.
     """
-    count, part_errors = sum(map(len, parts)), list[list[ValueError]]()
+    count, part_errors = sum(map(len, splits)), list[list[ValueError]]()
     with _show_progress(f"checking {count:,} images of {source_name}", count) as advance:
-        for images in parts:
+        for images in splits:
             starts = range(0, len(images), CHECKED)
             chunks = [Chunk(images, None, range(len(images))[start : start + CHECKED]) for start in starts]
             part_errors.append(_decode_chunks(chunks, beat, advance))
     all_errors = chain.from_iterable(part_errors)
     damaged = sorted(str(error) for error in all_errors if isinstance(error, DamagedImage))
-    train, *others = (
+    train_errors, *evaluated_errors = (
         [str(error) for error in errors if not isinstance(error, DamagedImage)] for errors in part_errors
     )
-    evaluated = list(chain.from_iterable(others))
-    if not others:  # evaluation uses the only split
-        train, evaluated = [], train
-    if train or evaluated:
-        broken = {"count": count, "train": train, "evaluated": evaluated}
-        (new_folder / BROKEN).write_text(json.dumps(broken, indent=1))
+    all_evaluated_errors = list(chain.from_iterable(evaluated_errors))
+    if not evaluated_errors:  # evaluation uses the only split
+        train_errors, all_evaluated_errors = [], train_errors
+    if train_errors or all_evaluated_errors:
+        broken = {"count": count, "train": train_errors, "evaluated": all_evaluated_errors}
+        (new_folder / BROKEN_FILE).write_text(json.dumps(broken, indent=1))
     problem = f"{len(damaged):,} of {count:,} images have missing parts, for example {''.join(damaged[:1])}"
     return [f"{problem}. Repair or remove these images"] if damaged else []
 
 
 def _refuse_broken(folder: Path, is_train_skipped: bool) -> None:
     """Raise a ValueError that lists the undecodable images, unless training may skip every such image."""
-    file = folder / BROKEN
+    file = folder / BROKEN_FILE
     if not file.exists():
         return
-    broken = read_json(file)
-    errors = broken["evaluated"] + ([] if is_train_skipped else broken["train"])
-    if errors:
-        advice = "" if broken["evaluated"] else ", or add --on_bad_image skip to train without them"
-        raise ValueError(_undecodable_message(errors, broken["count"], file, advice))
+    broken_images = read_json(file)
+    messages = broken_images["evaluated"] + ([] if is_train_skipped else broken_images["train"])
+    if messages:
+        advice = "" if broken_images["evaluated"] else ", or add --on_bad_image skip to train without them"
+        raise ValueError(_undecodable_message(messages, broken_images["count"], file, advice))
 
 
 class Chunk(NamedTuple):
     """Consecutive images that one thread decodes without interruption."""
 
-    images: Encoded
+    images: EncodedImages
     pixels: np.ndarray | None  # pixels of the whole split, uint8 [N, H, W, 3]; None only checks images
     ids: range
 
 
-class _OddSize(Exception):
+class _UnequalSizes(Exception):
     """Exception for an image that differs in size from the sampled images, so all images stay encoded."""
 
 
 def _decode_all(
     new_folder: Path,
     source_name: str,
-    encoded: Mapping[str, Encoded],
+    encoded: Mapping[str, EncodedImages],
     shape: tuple[int, ...] | None,
     beat: Heartbeat,
 ) -> bool:
-    """Replace encoded images with decoded arrays if all images share a shape and fit into DECODED_BYTES.
+    """Replace encoded images with decoded arrays if all images share a shape and fit into MAX_DECODED_BYTES.
 
     Args:
         new_folder: Folder that contains the encoded images.
@@ -319,7 +319,7 @@ def _decode_all(
         ValueError: If some images can't be decoded. The message lists these images.
     """
     count = sum(map(len, encoded.values()))
-    if shape is None or count * math.prod(shape) > DECODED_BYTES:
+    if shape is None or count * math.prod(shape) > MAX_DECODED_BYTES:
         return False
     chunk_size = min(256, max(1, CHUNK_PIXELS // math.prod(shape[:2])))
     chunks: list[Chunk] = []
@@ -332,24 +332,24 @@ def _decode_all(
     try:
         with _show_progress(f"decoding {count:,} images of {source_name}", count) as advance:
             errors = _decode_chunks(chunks, beat, advance)
-    except _OddSize:
+    except _UnequalSizes:
         _remove_split_files(new_folder, "images.npy")
         return False
     if errors:
-        file = new_folder.parent / BROKEN
-        file.write_text(json.dumps(sorted(map(str, errors)), indent=1))
-        raise ValueError(_undecodable_message(errors, count, file))
-    _remove_split_files(new_folder, *FILES)
+        broken_file = new_folder.parent / BROKEN_FILE
+        broken_file.write_text(json.dumps(sorted(map(str, errors)), indent=1))
+        raise ValueError(_undecodable_message(errors, count, broken_file))
+    _remove_split_files(new_folder, *ITEM_FILES)
     return True
 
 
-def _common_shape(looks: Iterable[list[Look]]) -> tuple[int, ...] | None:
+def _common_shape(stats: Iterable[list[ImageStats]]) -> tuple[int, ...] | None:
     """Return the shape (H, W, 3) shared by all sampled images, or None if their shapes differ."""
-    shapes = {look.shape for split_looks in looks for look in split_looks}
+    shapes = {look.shape for split_stats in stats for look in split_stats}
     return shapes.pop() if len(shapes) == 1 else None
 
 
-def _sample_shards(new_folder: Path, shard_folder: str) -> list[list[Look]]:
+def _sample_shards(new_folder: Path, shard_folder: str) -> list[list[ImageStats]]:
     """Sample images from shards in a local folder. For shards in S3, return an empty list."""
     from onecurve.data.shards import MANIFEST, ShardImages, index_name, parse_manifest
 
@@ -361,7 +361,7 @@ def _sample_shards(new_folder: Path, shard_folder: str) -> list[list[Look]]:
         split: tuple(str(Path(shard_folder) / shard.file) for shard in shards)
         for split, shards in splits.items()
     }
-    return sample(ShardImages(new_folder / index_name(split), paths) for split, paths in files.items())
+    return sample_images(ShardImages(new_folder / index_name(split), paths) for split, paths in files.items())
 
 
 def _decode_chunks(chunks: list[Chunk], beat: Heartbeat, advance: Callable[[int], None]) -> list[ValueError]:
@@ -371,10 +371,10 @@ def _decode_chunks(chunks: list[Chunk], beat: Heartbeat, advance: Callable[[int]
     has an unexpected size, each thread finishes its current chunk and stops.
     """
     checks_jpegs()  # logs the warning about a missing package before the threads start
-    pool = ThreadPoolExecutor(allowed_cores())
+    executor = ThreadPoolExecutor(allowed_cores())
     errors = list[ValueError]()
     try:
-        futures = [pool.submit(_decode_chunk, *chunk) for chunk in chunks]
+        futures = [executor.submit(_decode_chunk, *chunk) for chunk in chunks]
         for future, chunk in zip(futures, chunks, strict=True):
             beat()
             while not wait([future], timeout=0.5).done:
@@ -383,10 +383,10 @@ def _decode_chunks(chunks: list[Chunk], beat: Heartbeat, advance: Callable[[int]
             advance(len(chunk.ids))
         return errors
     finally:
-        pool.shutdown(cancel_futures=True)
+        executor.shutdown(cancel_futures=True)
 
 
-def _decode_chunk(images: Encoded, pixels: np.ndarray | None, ids: range) -> list[ValueError]:
+def _decode_chunk(images: EncodedImages, pixels: np.ndarray | None, ids: range) -> list[ValueError]:
     """Decode images[ids] into pixels[ids], unless `pixels` is None, and return one error per broken image."""
     errors = []
     for index in ids:
@@ -398,7 +398,7 @@ def _decode_chunk(images: Encoded, pixels: np.ndarray | None, ids: range) -> lis
         if pixels is None:
             continue
         if image.shape != pixels.shape[1:]:
-            raise _OddSize
+            raise _UnequalSizes
         pixels[index] = image
     return errors
 
@@ -420,15 +420,15 @@ def _undecodable_message(errors: Sequence[object], count: int, file: Path, advic
 @contextmanager
 def _show_progress(title: str, count: int) -> Iterator[Callable[[int], None]]:
     """Show progress on stderr, and yield a function that advances it by a number of images."""
-    display, done = Display(count, title, sys.stderr), 0
+    display, done_count = Display(count, title, sys.stderr), 0
     if not display.bar:
         display.print(title)
 
     def advance(images: int) -> None:
-        nonlocal done
-        done += images
-        if display.is_due() or (display.bar and done == count):
-            display.show(f"{title}  {done:,}/{count:,}", done)
+        nonlocal done_count
+        done_count += images
+        if display.is_due() or (display.bar and done_count == count):
+            display.show(f"{title}  {done_count:,}/{count:,}", done_count)
 
     try:
         yield advance
@@ -449,6 +449,6 @@ def _create_pixels(path: Path, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _remove_split_files(new_folder: Path, *endings: str) -> None:
-    for split in STORED:
+    for split in ALL_SPLITS:
         for ending in endings:
             (new_folder / f"{split}_{ending}").unlink(missing_ok=True)

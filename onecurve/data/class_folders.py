@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from onecurve.data.decode import EXTENSIONS, HEIC, TO_READ_HEIC
+from onecurve.data.decode import EXTENSIONS, HEIC_ADVICE, HEIC_EXTENSIONS
 from onecurve.system.output import log
 from onecurve.system.text import printable, some_of
 
@@ -24,16 +24,16 @@ VAL_NAMES = {"val": "val", "validation": "val", "valid": "val", "test": "test"}
 SPELLINGS = {"training": "train", "testing": "test"}  # alternative names of split folders, used on Kaggle
 # Matches names of split folders, such as train_images
 SPLIT_WORD = re.compile("(?<![a-z])(train|valid|validation|val|test)(?:ing)?(?![a-z])")
-IGNORED = ("__MACOSX", "@eaDir", "lost+found")  # from macOS zip files, network drives and ext4
-DANGLING = "dangling links"
-SPECIAL = "special files"
-LOOSE = "outside class folders"
+IGNORED_FOLDERS = ("__MACOSX", "@eaDir", "lost+found")  # from macOS zip files, network drives and ext4
+DANGLING_LINKS = "dangling links"
+SPECIAL_FILES = "special files"
+OUTSIDE_CLASSES = "outside class folders"
 LISTS = (".csv", ".tsv", ".jsonl")
 TABLES = (*LISTS, ".parquet")
-METADATA = ("metadata.csv", "metadata.jsonl")  # image lists in the Hugging Face Hub's format
+METADATA_FILES = ("metadata.csv", "metadata.jsonl")  # image lists in the Hugging Face Hub's format
 
 
-class LeftOut:
+class IgnoredFiles:
     """Counts of ignored files by reason, and names of empty class folders."""
 
     def __init__(self) -> None:
@@ -52,18 +52,18 @@ class LeftOut:
         extension = os.path.splitext(path)[1].lower()
         is_image = extension in EXTENSIONS
         if os.path.isfile(path):
-            reason = "" if is_image else extension or "without an extension"
+            problem = "" if is_image else extension or "without an extension"
         elif os.path.islink(path):
-            reason = DANGLING if is_image else extension or DANGLING
+            problem = DANGLING_LINKS if is_image else extension or DANGLING_LINKS
         else:
-            reason = SPECIAL
-        if reason:
-            self.add(reason, path)
-        return not reason
+            problem = SPECIAL_FILES
+        if problem:
+            self.add(problem, path)
+        return not problem
 
     def __str__(self) -> str:
         text = ", ".join(f"{count:,} {printable(reason)}" for reason, count in self.counts.most_common())
-        text += f" ({TO_READ_HEIC})" if self.counts.keys() & {*HEIC} else ""
+        text += f" ({HEIC_ADVICE})" if self.counts.keys() & {*HEIC_EXTENSIONS} else ""
         empty = f"{some_of(self.empty_folders)} without images" if self.empty_folders else ""
         return ", ".join(filter(None, (text, empty)))
 
@@ -73,7 +73,7 @@ def is_image(name: str) -> bool:
 
 
 def is_hidden(name: str) -> bool:
-    return name.startswith(".") or name in IGNORED
+    return name.startswith(".") or name in IGNORED_FOLDERS
 
 
 def folder_names(root: Path) -> list[str]:
@@ -90,7 +90,7 @@ def split_folders(root: Path) -> dict[str, str]:
     return splits
 
 
-def list_splits(root: Path, left_out: LeftOut) -> tuple[dict[str, str], dict[str, dict[str, list[str]]]]:
+def list_splits(root: Path, left_out: IgnoredFiles) -> tuple[dict[str, str], dict[str, dict[str, list[str]]]]:
     """List the images in `train/<class>/`, `val/<class>/` (or validation/, valid/) and `test/<class>/`.
 
     If there are no split folders, the images in `<class>/` form the training split.
@@ -120,11 +120,11 @@ def list_splits(root: Path, left_out: LeftOut) -> tuple[dict[str, str], dict[str
             f" Rename the folder if it is a class{_layout_advice(root)}"
         )
     splits = {split: list_classes(root / folders[split], left_out) for split in used_splits(folders).values()}
-    known = splits["train"].keys() if len(splits) == 3 else splits.get("test", {}).keys()
-    if "test" in splits and not splits["test"].keys() & known:
+    known_names = splits["train"].keys() if len(splits) == 3 else splits.get("test", {}).keys()
+    if "test" in splits and not splits["test"].keys() & known_names:
         for name, paths in splits.pop("test").items():
             for path in paths:
-                left_out.add(LOOSE, str(root / folders["test"] / name / path))
+                left_out.add(OUTSIDE_CLASSES, str(root / folders["test"] / name / path))
         del folders["test"]
     for split, classes in splits.items():
         split_folder = root / folders[split]
@@ -134,7 +134,7 @@ def list_splits(root: Path, left_out: LeftOut) -> tuple[dict[str, str], dict[str
                 " split and needs a separate folder for each class. Rename the folder if it is a"
                 f" class{_layout_advice(root)}"
             )
-        splits[split] = without_empty(folders[split], classes, left_out)
+        splits[split] = drop_empty(folders[split], classes, left_out)
         if not splits[split]:
             extensions = " ".join(EXTENSIONS)
             raise ValueError(f"the class folders in {split_folder} contain no images ({extensions})")
@@ -142,7 +142,7 @@ def list_splits(root: Path, left_out: LeftOut) -> tuple[dict[str, str], dict[str
     return folders, splits
 
 
-def without_empty(folder: str, classes: dict[str, list[str]], left_out: LeftOut) -> dict[str, list[str]]:
+def drop_empty(folder: str, classes: dict[str, list[str]], left_out: IgnoredFiles) -> dict[str, list[str]]:
     """Return the classes that contain images, and add the folders of empty classes to left_out."""
     left_out.empty_folders += [os.path.join(folder, name, "") for name, paths in classes.items() if not paths]
     return {name: paths for name, paths in classes.items() if paths}
@@ -175,20 +175,20 @@ def _is_class(root: Path, folders: dict[str, str]) -> bool:
     """
     if len(folders) != 1:
         return False
-    folders_with_images = {*_folders_with_images(root)}
-    return {*folders.values()} < folders_with_images and len(folders_with_images) > 2
+    names_with_images = {*_folders_with_images(root)}
+    return {*folders.values()} < names_with_images and len(names_with_images) > 2
 
 
 def _folders_with_images(root: Path) -> list[str]:
     """Return the folders that directly contain images, except unreadable folders such as lost+found."""
-    matches = []
+    names = []
     for name in folder_names(root):
         with contextlib.suppress(PermissionError):
-            matches += [name] if any(map(is_image, os.listdir(root / name))) else []
-    return matches
+            names += [name] if any(map(is_image, os.listdir(root / name))) else []
+    return names
 
 
-def beside_splits(root: Path) -> list[str]:
+def folders_beside_splits(root: Path) -> list[str]:
     """Return the names of folders that contain images but are not split folders."""
     splits = split_folders(root).values()
     return [name for name in _folders_with_images(root) if name not in splits]
@@ -200,18 +200,18 @@ def used_splits(names: Iterable[str]) -> dict[str, str]:
     The "val" role uses the first available split in VAL_NAMES. The "test" role exists only if "val" uses a
     split other than "test".
     """
-    val = next((name for name in VAL_NAMES if name in names), None)
-    used = {"train": "train"} | ({"val": val} if val else {})
-    return used | ({"test": "test"} if "test" in names and val != "test" else {})
+    val_split = next((name for name in VAL_NAMES if name in names), None)
+    used_names = {"train": "train"} | ({"val": val_split} if val_split else {})
+    return used_names | ({"test": "test"} if "test" in names and val_split != "test" else {})
 
 
-def _list_without_splits(root: Path, left_out: LeftOut) -> dict[str, list[str]]:
+def _list_without_splits(root: Path, left_out: IgnoredFiles) -> dict[str, list[str]]:
     """List the images in `<class>/` folders without splits, or raise ValueError if there are no images."""
-    classes = without_empty("", list_classes(root, left_out), left_out)
+    classes = drop_empty("", list_classes(root, left_out), left_out)
     if not classes:
         _refuse_without_classes(root)
-    words = {match[1] if (match := SPLIT_WORD.search(name.lower())) else "" for name in classes}
-    if "train" in words and "" not in words and len(classes) > 1:
+    split_words = {match[1] if (match := SPLIT_WORD.search(name.lower())) else "" for name in classes}
+    if "train" in split_words and "" not in split_words and len(classes) > 1:
         advice = _layout_advice(root) or (
             ". Rename the split folders to train/, val/ and test/, and create a folder for each class in each"
             " split folder"
@@ -222,7 +222,7 @@ def _list_without_splits(root: Path, left_out: LeftOut) -> dict[str, list[str]]:
     return classes
 
 
-def why_not_trained_on(root: Path, name: str, paths: Sequence[str]) -> str:
+def training_problem(root: Path, name: str, paths: Sequence[str]) -> str:
     """Return an error message for data with only one class folder, which can't be used for training.
 
     Args:
@@ -255,16 +255,16 @@ def _refuse_without_classes(root: Path) -> NoReturn:
 def _layout_advice(root: Path) -> str:
     """Return advice about a folder's tar files, image lists or HEIC files, or "" if there are none."""
     if sorted((*root.glob("*.tar"), *root.glob("*/*.tar"))):
-        data, index = map(shlex.quote, (str(root), f"{root}_index"))
+        quoted_root, quoted_index = map(shlex.quote, (str(root), f"{root}_index"))
         return printable(
             ". To use tar files in WebDataset format, run python prep_imagenet.py --from shards --format"
-            f" index --data {data} --out {index}, and then use --data {index}"
+            f" index --data {quoted_root} --out {quoted_index}, and then use --data {quoted_index}"
         )
     if tables := [str(path) for path in tables_of(root) if path.suffix.lower() in LISTS]:
         return printable(f". To use a list of images, pass --data {' or '.join(tables)}")
-    left_out = LeftOut()
+    left_out = IgnoredFiles()
     list_images(root, left_out)
-    return f". Left out: {left_out}" if left_out.counts.keys() & {*HEIC} else ""
+    return f". Left out: {left_out}" if left_out.counts.keys() & {*HEIC_EXTENSIONS} else ""
 
 
 def metadata_files(root: Path) -> dict[str, Path]:
@@ -275,7 +275,7 @@ def metadata_files(root: Path) -> dict[str, Path]:
     folders = {split: root / name for split, name in split_folders(root).items()}
     if "train" not in folders or len(folder_names(folders["train"])) > 1:
         return {}
-    paths = [(split, folder / name) for split, folder in folders.items() for name in METADATA]
+    paths = [(split, folder / name) for split, folder in folders.items() for name in METADATA_FILES]
     lists = {split: path for split, path in paths if path.is_file()}
     return lists if "train" in lists else {}
 
@@ -299,7 +299,7 @@ def lone_table(root: Path) -> Path | None:
     return tables[0] if len(tables) == 1 and are_flat and not may_be_classes else None
 
 
-def list_classes(root: Path, left_out: LeftOut) -> dict[str, list[str]]:
+def list_classes(root: Path, left_out: IgnoredFiles) -> dict[str, list[str]]:
     """List the images in each class folder below root, including nested and linked folders.
 
     Args:
@@ -314,26 +314,26 @@ def list_classes(root: Path, left_out: LeftOut) -> dict[str, list[str]]:
         ValueError: If a link points to one of its parent folders.
     """
     with os.scandir(root) as entries:
-        loose = [entry.path for entry in entries if not entry.is_dir()]
-    for path in filter(left_out.takes, loose):
-        left_out.add(LOOSE, path)
+        loose_paths = [entry.path for entry in entries if not entry.is_dir()]
+    for path in filter(left_out.takes, loose_paths):
+        left_out.add(OUTSIDE_CLASSES, path)
     return {name: list_images(root / name, left_out) for name in folder_names(root)}
 
 
-def list_images(folder: Path, left_out: LeftOut) -> list[str]:
+def list_images(folder: Path, left_out: IgnoredFiles) -> list[str]:
     """Return the sorted paths of all images in a folder and its subfolders, relative to that folder."""
     images: list[str] = []
     for parent, names, files in os.walk(folder, onerror=_raise_error, followlinks=True):
         names[:] = [name for name in names if not is_hidden(name)]  # os.walk skips the removed names
         for path in (Path(parent, name) for name in names):
-            if leads_above(path):
+            if links_above(path):
                 raise ValueError(f"{path} is a link to one of its parent folders. Remove the link")
         images += filter(left_out.takes, (os.path.join(parent, name) for name in files))
     prefix = os.path.join(folder, "")
     return sorted(path.removeprefix(prefix) for path in images)
 
 
-def leads_above(path: Path) -> bool:
+def links_above(path: Path) -> bool:
     """Return True if a path is a link to one of its parent folders."""
     return path.is_symlink() and path.resolve() in map(Path.resolve, path.absolute().parents)
 
@@ -342,34 +342,34 @@ def _raise_error(error: OSError) -> NoReturn:
     raise error
 
 
-def find_pictures(words: Sequence[str]) -> list[str]:
+def find_pictures(arguments: Sequence[str]) -> list[str]:
     """Return the image files that command-line arguments specify, in order and without duplicates.
 
     Args:
-        words: Files, folders (searched recursively), glob patterns, or `-` to read a list of files from
+        arguments: Files, folders (searched recursively), glob patterns, or `-` to read a list of files from
             stdin.
 
     Raises:
         ValueError: If a folder contains no images, a pattern matches no files, or no files are specified.
     """
     files: list[str] = []
-    left_out = LeftOut()
-    for word in words:
-        if word == "-":
-            files += [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
-        elif os.path.isdir(word):
-            images = [os.path.join(word, name) for name in list_images(Path(word), left_out)]
+    left_out = IgnoredFiles()
+    for argument in arguments:
+        if argument == "-":
+            files += [path_line.rstrip("\r\n") for path_line in sys.stdin if path_line.strip()]
+        elif os.path.isdir(argument):
+            images = [os.path.join(argument, name) for name in list_images(Path(argument), left_out)]
             if not images:
                 other_files = f", but {left_out}" if left_out.counts else ""
-                raise ValueError(f"{word} contains no images{other_files}. Pass a folder with images")
+                raise ValueError(f"{argument} contains no images{other_files}. Pass a folder with images")
             files += images
-        elif glob.has_magic(word) and not os.path.exists(word):
-            matches = sorted(name for name in glob.glob(word, recursive=True) if os.path.isfile(name))
+        elif glob.has_magic(argument) and not os.path.exists(argument):
+            matches = sorted(name for name in glob.glob(argument, recursive=True) if os.path.isfile(name))
             if not matches:
-                raise ValueError(f"the pattern {word} matches no files")
+                raise ValueError(f"the pattern {argument} matches no files")
             files += matches
         else:
-            files.append(word)
+            files.append(argument)
     if not files:
         raise ValueError(
             "no images were specified. Pass files, folders, glob patterns, or - to read a list from stdin"

@@ -14,7 +14,7 @@ import numpy as np
 
 from onecurve.system.text import plural, printable, some_of
 
-NEW = -1  # label of a class that the model was not trained on
+NEW_CLASS = -1  # label of a class that the model was not trained on
 SHOWN = 5  # maximum number of class names in a message
 
 
@@ -25,8 +25,8 @@ class ClassMatch:
     Attributes:
         model: Class names of the model, in label order.
         data: Class names of the data set, in label order.
-        labels: Model label of each data set class (also the row in the model's head), or NEW for an unknown
-            class, int64 [data classes].
+        labels: Model label of each data set class (also the row in the model's head), or NEW_CLASS for an
+            unknown class, int64 [data classes].
         is_named: False if the model's file contains no class names. In that case, the model's classes are
             assumed to be the data set's classes, in the same order.
     """
@@ -49,12 +49,12 @@ class ClassMatch:
     @property
     def known(self) -> tuple[str, ...]:
         """Names of the data set's classes that the model was trained on."""
-        return tuple(name for name, label in zip(self.data, self.labels, strict=True) if label != NEW)
+        return tuple(name for name, label in zip(self.data, self.labels, strict=True) if label != NEW_CLASS)
 
     @property
     def unknown(self) -> tuple[str, ...]:
         """Names of the data set's classes that the model was not trained on."""
-        return tuple(name for name, label in zip(self.data, self.labels, strict=True) if label == NEW)
+        return tuple(name for name, label in zip(self.data, self.labels, strict=True) if label == NEW_CLASS)
 
     @cached_property
     def absent(self) -> tuple[str, ...]:
@@ -109,24 +109,24 @@ def match_classes(model: Sequence[str | Sequence[str]] | None, data: Sequence[st
     """
     if model is None:
         return ClassMatch(tuple(data), tuple(data), np.arange(len(data)), is_named=False)
-    names = [(name,) if isinstance(name, str) else tuple(name) for name in model]
-    first_names, data = tuple(class_names[0] for class_names in names), tuple(data)
+    names_by_class = [(name,) if isinstance(name, str) else tuple(name) for name in model]
+    first_names, data = tuple(class_names[0] for class_names in names_by_class), tuple(data)
     if first_names == data:  # allows the evaluation of a run with duplicate class names
         return ClassMatch(first_names, data, np.arange(len(data)))
     refuse_duplicates(first_names, "the model")
     refuse_duplicates(data, "the data")
-    aliases = [{_normalised(name) for name in class_names[1:]} for class_names in names]
-    counts = Counter(alias for class_aliases in aliases for alias in class_aliases)
+    aliases = [{_normalised(name) for name in class_names[1:]} for class_names in names_by_class]
+    alias_counts = Counter(alias for class_aliases in aliases for alias in class_aliases)
     label_of = {
         alias: label
         for label, class_aliases in enumerate(aliases)
         for alias in class_aliases
-        if counts[alias] == 1
+        if alias_counts[alias] == 1
     }
     label_of |= {_normalised(name): label for label, name in enumerate(first_names)}
-    labels = np.array([label_of.get(_normalised(name), NEW) for name in data], np.int64)
+    labels = np.array([label_of.get(_normalised(name), NEW_CLASS) for name in data], np.int64)
     for label, count in Counter(labels.tolist()).items():
-        if count > 1 and label != NEW:
+        if count > 1 and label != NEW_CLASS:
             same = [name for name, match in zip(data, labels, strict=True) if match == label]
             raise ValueError(
                 f"the data contains {some_of(same)} as separate classes, but these names belong to one class"
@@ -135,17 +135,17 @@ def match_classes(model: Sequence[str | Sequence[str]] | None, data: Sequence[st
     return ClassMatch(first_names, data, labels)
 
 
-def refuse_duplicates(names: Sequence[str], owner: str) -> None:
+def refuse_duplicates(names: Sequence[str], source_name: str) -> None:
     """Raise ValueError if two class names are identical after Unicode normalisation.
 
     Args:
         names: Class names to check.
-        owner: Name of the model or data set for the error message.
+        source_name: Name of the model or data set for the error message.
     """
     counts = Counter(map(_normalised, names))
     if duplicates := [name for name in names if counts[_normalised(name)] > 1]:
         raise ValueError(
-            f"{owner} contains several classes named {printable(duplicates[0])}. Merge or rename these"
+            f"{source_name} contains several classes named {printable(duplicates[0])}. Merge or rename these"
             " classes"
         )
 

@@ -7,7 +7,7 @@ import numpy as np
 from onecurve.models.preprocessing import IMAGENET_CROP, LEGACY, Crop
 
 CROP_SCALE = (0.08, 1.0)  # range of a random crop's area, as a fraction of the image's area
-LONGEST = 64  # largest aspect ratio at which the whole image is resized; longer images are cut first
+MAX_ASPECT_RATIO = 64  # largest aspect ratio at which the whole image is resized; longer images are cut first
 
 
 def random_resized_crop(
@@ -29,9 +29,9 @@ def random_resized_crop(
     Returns:
         Pixels, uint8 [size, size, 3].
     """
-    top, left, h, w = random_box(image.shape[0], image.shape[1], draws, scale)
+    top, left, box_height, box_width = random_box(image.shape[0], image.shape[1], draws, scale)
     resize = _resize_by_pil if interpolation == "bicubic" else _resize_by_torch
-    return resize(image[top : top + h, left : left + w], size, size, interpolation)
+    return resize(image[top : top + box_height, left : left + box_width], size, size, interpolation)
 
 
 def random_box(
@@ -44,13 +44,18 @@ def random_box(
     """
     smallest, largest = scale
     for area, ratio, down, right in draws.reshape(-1, 4):
-        target = height * width * (smallest + (largest - smallest) * area)
+        target_area = height * width * (smallest + (largest - smallest) * area)
         aspect = math.exp(math.log(3 / 4) + ratio * (math.log(4 / 3) - math.log(3 / 4)))
-        w, h = round(math.sqrt(target * aspect)), round(math.sqrt(target / aspect))
-        if 0 < w <= width and 0 < h <= height:
-            return int(down * (height - h + 1)), int(right * (width - w + 1)), h, w
-    w, h = min(width, round(height * 4 / 3)), min(height, round(width * 4 / 3))
-    return (height - h) // 2, (width - w) // 2, h, w
+        box_width, box_height = round(math.sqrt(target_area * aspect)), round(math.sqrt(target_area / aspect))
+        if 0 < box_width <= width and 0 < box_height <= height:
+            return (
+                int(down * (height - box_height + 1)),
+                int(right * (width - box_width + 1)),
+                box_height,
+                box_width,
+            )
+    box_width, box_height = min(width, round(height * 4 / 3)), min(height, round(width * 4 / 3))
+    return (height - box_height) // 2, (width - box_width) // 2, box_height, box_width
 
 
 def evaluation_crop(image: np.ndarray, size: int, crop: Crop = IMAGENET_CROP) -> np.ndarray:
@@ -67,7 +72,7 @@ def evaluation_crop(image: np.ndarray, size: int, crop: Crop = IMAGENET_CROP) ->
         longest = max(image.shape)
         h, w = (max(1, round(side * length / longest)) for side in image.shape[:2])
         h, w = (length, length) if crop.crop_mode == "squash" else (h, w)
-        image = _subsampled(image)
+        image = _without_extra_pixels(image)
     resize = _resize_by_torch if crop.interpolation == LEGACY else _resize_by_pil
     scaled = resize(image, h, w, crop.filter)
     if crop.crop_mode == "border":
@@ -80,24 +85,24 @@ def evaluation_crop(image: np.ndarray, size: int, crop: Crop = IMAGENET_CROP) ->
 
 
 def _without_ends(image: np.ndarray) -> np.ndarray:
-    """Cut off both ends of an image whose longer side exceeds LONGEST times its shorter side.
+    """Cut off both ends of an image whose longer side exceeds MAX_ASPECT_RATIO times its shorter side.
 
     Resizing a whole image of 60,000 x 1 pixels would take 11 GB of memory. The removed length is an even
     multiple of the shorter side, so that the pixels of the final crop do not change.
     """
     height, width = image.shape[:2]
     short, long = sorted((height, width))
-    cut = max(0, (long // short - LONGEST) // 4) * 2 * short  # at each end
+    cut = max(0, (long // short - MAX_ASPECT_RATIO) // 4) * 2 * short  # at each end
     return image[cut : height - cut] if height > width else image[:, cut : width - cut]
 
 
-def _subsampled(image: np.ndarray) -> np.ndarray:
+def _without_extra_pixels(image: np.ndarray) -> np.ndarray:
     """Keep every k-th row and column of an image so that neither side exceeds 65,536 pixels.
 
     The interpolation weights for a longer side would take gigabytes of memory.
     """
-    height, width = (-(-side // 2**16) for side in image.shape[:2])
-    return image[::height, ::width]
+    row_step, column_step = (-(-side // 2**16) for side in image.shape[:2])
+    return image[::row_step, ::column_step]
 
 
 def _resize_by_torch(image: np.ndarray, height: int, width: int, interpolation: str) -> np.ndarray:

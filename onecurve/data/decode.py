@@ -21,7 +21,7 @@ from onecurve.upstream.packages_ import allow_large_texts
 if TYPE_CHECKING:
     from PIL import Image
 
-JPEG = b"\xff\xd8"
+JPEG_PREFIX = b"\xff\xd8"
 # File extensions of each PIL format. PIL may open only these formats, because opening an EPS file would start
 # Ghostscript, and document formats do not contain photographs.
 FORMATS = {
@@ -34,23 +34,23 @@ FORMATS = {
     "PPM": (".ppm", ".pgm", ".pbm", ".pnm"),
     "AVIF": (".avif",),
 }
-HEIC = (".heic", ".heif")  # format of phone cameras, which PIL reads with an optional package
+HEIC_EXTENSIONS = (".heic", ".heif")  # format of phone cameras, which PIL reads with an optional package
 if importlib.util.find_spec("pillow_heif"):
-    FORMATS["HEIF"] = HEIC
-TO_READ_HEIC = (
+    FORMATS["HEIF"] = HEIC_EXTENSIONS
+HEIC_ADVICE = (
     "to read HEIC files, run `pip install pillow-heif`, or convert the files with `magick mogrify -format jpg"
     " *.heic`"
 )
-TO_READ_NAMED = (
+HEIC_FILE_ADVICE = (
     "To read the file, run `pip install pillow-heif`, or convert the file with `magick heic:FILE NEW.jpg`"
 )
 EXTENSIONS = tuple(chain.from_iterable(FORMATS.values()))
 MAX_PIXELS = 89_478_485  # PIL's limit, because a larger image could be a decompression bomb
-MOST_PADDING = 2**16  # maximum number of padding bytes before a JPEG marker
+MAX_PADDING = 2**16  # maximum number of padding bytes before a JPEG marker
 _PADDING = re.compile(b"\xff+")
 
 
-def decode_image(data: bytes) -> np.ndarray:
+def decode_image(content: bytes) -> np.ndarray:
     """Decode one image and rotate it upright according to its EXIF tag.
 
     Only the first frame or page is decoded, and transparent pixels are composited onto a white background.
@@ -58,8 +58,8 @@ def decode_image(data: bytes) -> np.ndarray:
 
     The image size in the header is checked before decoding. JPEGs are decoded with torchcodec. All other
     FORMATS are decoded with PIL, as are files that torchcodec rejects, such as a PNG named .jpg. Both
-    libraries reject a truncated file unless it contains an end marker (see `damage`). Because torchcodec and
-    PIL both use libjpeg-turbo, their JPEG pixels differ by at most 2 of 255 levels.
+    libraries reject a truncated file unless it contains an end marker (see `find_damage`). Because torchcodec
+    and PIL both use libjpeg-turbo, their JPEG pixels differ by at most 2 of 255 levels.
 
     Returns:
         Pixels, uint8 [H, W, 3].
@@ -67,17 +67,17 @@ def decode_image(data: bytes) -> np.ndarray:
     Raises:
         ValueError: If the image can't be decoded. The message contains the reason.
     """
-    if (frame := jpeg_frame(data)) is not None:
-        _check_frame(frame, len(data))
+    if (frame := jpeg_frame(content)) is not None:
+        _check_frame(frame, len(content))
         if (decode_jpeg := torchcodec_decoder()) is not None:
             import torch
 
             # The bytes are copied to a bytearray, because for read-only bytes torchcodec 0.17 changes the
             # warning filters, which is not thread-safe.
-            encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            content_tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)
             with suppress(RuntimeError):  # PIL then decodes the file or raises a clearer error
-                return decode_jpeg(encoded).permute(1, 2, 0).numpy()  # contiguous as [H, W, 3]
-    return _decode_by_pil(data)
+                return decode_jpeg(content_tensor).permute(1, 2, 0).numpy()  # contiguous as [H, W, 3]
+    return _decode_by_pil(content)
 
 
 @functools.cache
@@ -99,7 +99,7 @@ def torchcodec_decoder() -> Callable[..., Any] | None:
     return decode_jpeg
 
 
-def damage(data: bytes) -> str | None:
+def find_damage(content: bytes) -> str | None:
     """Return an error message for a broken image or a JPEG with missing data, or None for an intact image.
 
     The check is needed because torchcodec and PIL hide libjpeg's warnings. For example, both libraries accept
@@ -107,22 +107,22 @@ def damage(data: bytes) -> str | None:
     1.0 ms on one core, compared with 1.4 ms for decoding.
     """
     try:
-        frame = jpeg_frame(data)
+        frame = jpeg_frame(content)
     except ValueError as error:
         return str(error)
-    if frame is None or len(data) < frame.least_bytes or not checks_jpegs():
-        return _decoding_error(data)
+    if frame is None or len(content) < frame.min_bytes or not checks_jpegs():
+        return _decoding_error(content)
     import simplejpeg
 
     try:
         colorspace = "CMYK" if frame.components == 4 else "GRAY"
-        simplejpeg.decode_jpeg(data, colorspace, min_factor=8, strict=True)
+        simplejpeg.decode_jpeg(content, colorspace, min_factor=8, strict=True)
     except ValueError as error:
         message = str(error)
         if "extraneous" in message:  # extra bytes between two segments are harmless
             return None
         # simplejpeg rejects some files that decode_image() can decode.
-        return message if message.startswith(("Corrupt", "Premature")) else _decoding_error(data)
+        return message if message.startswith(("Corrupt", "Premature")) else _decoding_error(content)
     return None
 
 
@@ -138,9 +138,9 @@ def checks_jpegs() -> bool:
     return is_installed
 
 
-def _decoding_error(data: bytes) -> str | None:
+def _decoding_error(content: bytes) -> str | None:
     try:
-        decode_image(data)
+        decode_image(content)
     except ValueError as error:
         return str(error)
     return None
@@ -152,48 +152,49 @@ class JpegFrame(NamedTuple):
     height: int
     width: int
     components: int
-    least_bytes: int  # minimum file size, 1 bit per block of 8 x 8 pixels; 0 for arithmetic coding
+    min_bytes: int  # minimum file size, 1 bit per block of 8 x 8 pixels; 0 for arithmetic coding
 
 
-def jpeg_frame(data: bytes) -> JpegFrame | None:
+def jpeg_frame(content: bytes) -> JpegFrame | None:
     """Return a JPEG's frame header (ITU T.81, B.1.1, B.2.2 and A.2.4), or None if it has no frame header.
 
     Raises:
-        ValueError: If the header contains more than MOST_PADDING bytes of padding, which PIL would read byte
+        ValueError: If the header contains more than MAX_PADDING bytes of padding, which PIL would read byte
             by byte.
     """
-    offset = 2 if data[:2] == JPEG else len(data)
-    while offset + 10 <= len(data) and data[offset] == 0xFF:
-        marker = data[offset + 1]
+    offset = 2 if content[:2] == JPEG_PREFIX else len(content)
+    while offset + 10 <= len(content) and content[offset] == 0xFF:
+        marker = content[offset + 1]
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            height = int.from_bytes(data[offset + 5 : offset + 7])
-            width = int.from_bytes(data[offset + 7 : offset + 9])
-            components = data[offset + 9]
-            sampling = [(hv >> 4, hv & 15) for hv in data[offset + 11 : offset + 10 + 3 * components : 3]]
-            widest = max((horizontal for horizontal, _ in sampling), default=0)
-            highest = max((vertical for _, vertical in sampling), default=0)
-            blocks = sum(
+            height = int.from_bytes(content[offset + 5 : offset + 7])
+            width = int.from_bytes(content[offset + 7 : offset + 9])
+            components = content[offset + 9]
+            factor_bytes = content[offset + 11 : offset + 10 + 3 * components : 3]
+            sampling_factors = [(byte >> 4, byte & 15) for byte in factor_bytes]
+            widest = max((horizontal for horizontal, _ in sampling_factors), default=0)
+            highest = max((vertical for _, vertical in sampling_factors), default=0)
+            block_count = sum(
                 math.ceil(width * horizontal / (8 * widest)) * math.ceil(height * vertical / (8 * highest))
-                for horizontal, vertical in sampling
+                for horizontal, vertical in sampling_factors
                 if widest and highest
             )
-            return JpegFrame(height, width, components, blocks // 8 if marker <= 0xC2 else 0)
+            return JpegFrame(height, width, components, block_count // 8 if marker <= 0xC2 else 0)
         if marker == 0xFF:
-            padding = len(_PADDING.match(data, offset)[0]) - 1  # type: ignore[index]  # always matches here
-            if padding > MOST_PADDING:
+            padding = len(_PADDING.match(content, offset)[0]) - 1  # type: ignore[index]  # always matches here
+            if padding > MAX_PADDING:
                 raise ValueError(
-                    f"the header contains {padding:,} bytes of padding. At most {MOST_PADDING:,} bytes are"
+                    f"the header contains {padding:,} bytes of padding. At most {MAX_PADDING:,} bytes are"
                     " supported"
                 )
             offset += padding
         else:  # any other segment before the frame starts with its length, which includes the length field
-            offset += 2 + int.from_bytes(data[offset + 2 : offset + 4])
+            offset += 2 + int.from_bytes(content[offset + 2 : offset + 4])
     return None
 
 
 def _check_frame(frame: JpegFrame, size: int) -> None:
     _refuse_oversized(frame.width, frame.height)
-    if size < frame.least_bytes:
+    if size < frame.min_bytes:
         raise ValueError(
             f"the header specifies {frame.width:,} x {frame.height:,} pixels, which do not fit into {size:,}"
             " bytes. The file is truncated or a decompression bomb"
@@ -208,26 +209,26 @@ def _refuse_oversized(width: int, height: int) -> None:
         )
 
 
-def _decode_by_pil(data: bytes) -> np.ndarray:
+def _decode_by_pil(content: bytes) -> np.ndarray:
     from PIL import Image, ImageOps
 
-    image = open_image(data)
+    image = open_image(content)
     has_16_bits = is_16_bit(image)
     try:
         image = ImageOps.exif_transpose(image)
         if has_16_bits:  # because convert("RGB") would clip values above 255 to white
             grey = np.asarray(image)
-            is_clear = grey == image.info.get("transparency", -1)
-            grey = np.where(is_clear, 255, grey // 257).astype(np.uint8)
+            is_transparent = grey == image.info.get("transparency", -1)
+            grey = np.where(is_transparent, 255, grey // 257).astype(np.uint8)
             return np.repeat(grey[:, :, None], 3, axis=2)
         if image.mode in ("I", "F"):
             raise ValueError(
                 f"32-bit pixels (PIL mode {image.mode}) are not supported. Convert the image to 8 or 16 bits"
             )
         if image.has_transparency_data:
-            clear = image.convert("RGBA")
-            image = Image.new("RGBA", clear.size, "white")
-            image.alpha_composite(clear)
+            transparent = image.convert("RGBA")
+            image = Image.new("RGBA", transparent.size, "white")
+            image.alpha_composite(transparent)
         return np.array(image.convert("RGB"))  # copied, because torch warns about read-only memory
     except ValueError:
         raise
@@ -240,7 +241,7 @@ def is_16_bit(image: "Image.Image") -> bool:
     return image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")
 
 
-def open_image(data: bytes) -> "Image.Image":
+def open_image(content: bytes) -> "Image.Image":
     """Open an image with PIL without decoding the pixels.
 
     Raises:
@@ -249,21 +250,21 @@ def open_image(data: bytes) -> "Image.Image":
     from PIL import Image, UnidentifiedImageError
 
     allow_large_texts()
-    if not data:
+    if not content:
         raise ValueError("the file is empty")
     formats = [name for name in FORMATS if name != "HEIF"]
-    if "HEIF" in FORMATS and data[4:8] == b"ftyp":
+    if "HEIF" in FORMATS and content[4:8] == b"ftyp":
         _register_heif()
         formats.append("HEIF")
-    elif data[4:11] in (b"ftyphei", b"ftyphev"):
-        raise ValueError(f"the file is in HEIC format. {TO_READ_NAMED}")
-    if (frame := jpeg_frame(data)) is not None:
-        _check_frame(frame, len(data))
+    elif content[4:11] in (b"ftyphei", b"ftyphev"):
+        raise ValueError(f"the file is in HEIC format. {HEIC_FILE_ADVICE}")
+    if (frame := jpeg_frame(content)) is not None:
+        _check_frame(frame, len(content))
     try:
-        image = Image.open(io.BytesIO(data), formats=formats)
+        image = Image.open(io.BytesIO(content), formats=formats)
     except UnidentifiedImageError:
         message = f"the file is not in a supported image format ({', '.join(FORMATS)})"
-        raise ValueError(unfetched(data) or message) from None
+        raise ValueError(unfetched(content) or message) from None
     except Exception as error:
         # The image exceeds twice PIL's limit or is broken. PIL's errors have no common base class.
         raise ValueError(str(error) or type(error).__name__) from None

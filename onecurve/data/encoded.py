@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
-from onecurve.data.decode import JPEG, damage, decode_image
+from onecurve.data.decode import JPEG_PREFIX, decode_image, find_damage
 from onecurve.system.files import read_json, retried
 from onecurve.system.text import printable
 
 SPLITS = ("train", "val")
-STORED = (*SPLITS, "test")  # splits that a cache folder may contain
-FILES = ("items.bin", "offsets.npy", "items.json")
+ALL_SPLITS = (*SPLITS, "test")  # splits that a cache folder may contain
+ITEM_FILES = ("items.bin", "offsets.npy", "items.json")
 
 
 def save_labels(folder: Path, split: str, labels: Iterable[int] | np.ndarray) -> None:
@@ -24,7 +24,7 @@ def save_labels(folder: Path, split: str, labels: Iterable[int] | np.ndarray) ->
 
 
 def save_images(
-    folder: Path, split: str, items: Iterable[bytes], root: Path | None = None, parts: list | None = None
+    folder: Path, split: str, items: Iterable[bytes], root: Path | None = None, tables: list | None = None
 ) -> None:
     """Write a split's images to a cache folder, either as bytes or as file paths relative to `root`.
 
@@ -35,12 +35,12 @@ def save_images(
     <split>_items.json   "root" (folder of the image files, or null) and "parts" (list of [table, rows])
     """
     offsets = array("q", [0])
-    with open(folder / f"{split}_items.bin", "wb") as out:
+    with open(folder / f"{split}_items.bin", "wb") as items_file:
         for item in items:
-            out.write(item)
+            items_file.write(item)
             offsets.append(offsets[-1] + len(item))
     np.save(folder / f"{split}_offsets.npy", np.asarray(offsets))
-    layout = {"root": None if root is None else str(root), "parts": parts}
+    layout = {"root": None if root is None else str(root), "parts": tables}
     (folder / f"{split}_items.json").write_text(json.dumps(layout))
 
 
@@ -48,7 +48,7 @@ class DamagedImage(ValueError):
     """Error for an image with missing data, which decoders would fill with grey."""
 
 
-class Encoded(ABC):
+class EncodedImages(ABC):
     """Encoded images of one split, accessed by index. Each image occupies a whole file or a byte range.
 
     Args:
@@ -66,36 +66,36 @@ class Encoded(ABC):
         return len(self.ids)
 
     @abstractmethod
-    def location(self, i: int) -> tuple[str, int, int]:
+    def location(self, index: int) -> tuple[str, int, int]:
         """Return image i's file, byte offset, and length (-1 for the whole file)."""
 
     @abstractmethod
-    def display_name(self, i: int) -> str:
+    def display_name(self, index: int) -> str:
         """Return the name shown for image i in messages."""
 
     @retried
-    def size(self, i: int) -> int:
-        """Return the length of `content(i)` in bytes."""
-        file, _, length = self.location(i)
+    def size(self, index: int) -> int:
+        """Return the length of `content(index)` in bytes."""
+        file, _, length = self.location(index)
         return os.path.getsize(file) if length < 0 else length
 
     @retried
-    def content(self, i: int) -> bytes:
+    def content(self, index: int) -> bytes:
         """Return the encoded bytes of image i, or raise an OSError that names the file."""
-        file, offset, length = self.location(i)
+        file, offset, length = self.location(index)
         try:
             if self.open_file:
                 return os.pread(self.open_file.fileno(), length, offset)
-            with open(file, "rb", buffering=0) as opened:
-                opened.seek(offset)
-                data = opened.read(length)
+            with open(file, "rb", buffering=0) as stream:
+                stream.seek(offset)
+                content = stream.read(length)
         except OSError as error:
             raise OSError(error.errno, error.strerror, file) from None
-        if len(data) < length:
+        if len(content) < length:
             raise OSError(f"{file} is shorter than its index specifies. Prepare the data again")
-        return data
+        return content
 
-    def decode(self, i: int, strict: bool = False) -> np.ndarray:
+    def decode(self, index: int, strict: bool = False) -> np.ndarray:
         """Decode image i.
 
         Args:
@@ -110,18 +110,18 @@ class Encoded(ABC):
             ValueError: If the image can't be decoded. The message contains the image's name.
             OSError: If the image's file can't be read.
         """
-        data = self.content(i)
+        content = self.content(index)
         try:
-            pixels = decode_image(data)
-            if strict and data[:2] == JPEG and (problem := damage(data)):
+            pixels = decode_image(content)
+            if strict and content[:2] == JPEG_PREFIX and (problem := find_damage(content)):
                 raise DamagedImage(problem)
             return pixels
         except ValueError as error:
             error_class = DamagedImage if isinstance(error, DamagedImage) else ValueError
-            raise error_class(f"{self.display_name(i)}: {error}") from None
+            raise error_class(f"{self.display_name(index)}: {error}") from None
 
 
-class ArrayImages(Encoded):
+class ArrayImages(EncodedImages):
     """Decoded images in a cache file, uint8 [N, H, W, 3]."""
 
     def __init__(self, file: str, rows: np.ndarray | None):
@@ -129,39 +129,39 @@ class ArrayImages(Encoded):
         super().__init__(len(self.images), None)
         self.ids = self.ids if rows is None else rows
 
-    def location(self, i: int) -> tuple[str, int, int]:
+    def location(self, index: int) -> tuple[str, int, int]:
         return str(self.images.filename), 0, -1
 
-    def display_name(self, i: int) -> str:
-        return f"image {self.ids[i]}"
+    def display_name(self, index: int) -> str:
+        return f"image {self.ids[index]}"
 
-    def decode(self, i: int, strict: bool = False) -> np.ndarray:
-        return np.array(self.images[self.ids[i]])
+    def decode(self, index: int, strict: bool = False) -> np.ndarray:
+        return np.array(self.images[self.ids[index]])
 
 
-class CachedImages(Encoded):
+class CachedImages(EncodedImages):
     """Images written by `save_images`. Messages identify an image by its file path or table row."""
 
     def __init__(self, folder: Path, split: str, ids_file: Path | None = None):
         self.offsets = np.asarray(np.load(folder / f"{split}_offsets.npy", mmap_mode="r"))
         self.items = open(str(folder / f"{split}_items.bin"), "rb", buffering=0)  # noqa: SIM115
         layout = read_json(folder / f"{split}_items.json")
-        self.root, self.parts = layout["root"], layout["parts"]
+        self.root, self.tables = layout["root"], layout["parts"]
         super().__init__(len(self.offsets) - 1, ids_file, self.items if self.root is None else None)
 
-    def location(self, i: int) -> tuple[str, int, int]:
-        start, end = self.offsets[self.ids[i] :][:2].tolist()  # byte range of the image's content or path
+    def location(self, index: int) -> tuple[str, int, int]:
+        start, end = self.offsets[self.ids[index] :][:2].tolist()  # byte range of the image's content or path
         if self.root is None:
             return self.items.name, start, end - start
         path = os.pread(self.items.fileno(), end - start, start)
         return os.path.join(self.root, os.fsdecode(path)), 0, -1
 
-    def display_name(self, i: int) -> str:
+    def display_name(self, index: int) -> str:
         if self.root is not None:
-            return printable(self.location(i)[0])
-        row = int(self.ids[i])
-        for table, rows in self.parts:
+            return printable(self.location(index)[0])
+        row = int(self.ids[index])
+        for table, rows in self.tables:
             if row < rows:
                 return f"row {row} of {table}"
             row -= rows
-        raise AssertionError(f"image {i} does not belong to any table")
+        raise AssertionError(f"image {index} does not belong to any table")

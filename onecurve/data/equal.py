@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from onecurve.data.encoded import Encoded
+from onecurve.data.encoded import EncodedImages
 from onecurve.system.text import printable
 
 
@@ -16,28 +16,28 @@ class EqualImages:
         parts: Training images, followed by the images of each evaluated split.
 
     Attributes:
-        numbers: Ascending positions of the hashed images in the concatenation of all `parts`, int64 [n].
+        positions: Ascending positions of the hashed images in the concatenation of all `parts`, int64 [n].
         groups: Group number of each hashed image, int64 [n]. Images with identical bytes have the same group
             number.
     """
 
-    def __init__(self, parts: Sequence[Encoded]):
-        self.parts, self.starts = parts, np.cumsum([0, *map(len, parts)])
+    def __init__(self, parts: Sequence[EncodedImages]):
+        self.parts, self.part_starts = parts, np.cumsum([0, *map(len, parts)])
         sizes = np.concatenate([[images.size(i) for i in range(len(images))] for images in parts])
         _, inverse, counts = np.unique(sizes, return_inverse=True, return_counts=True)
-        self.numbers = np.flatnonzero(counts[inverse] > 1)
-        digests = [hashlib.sha256(self._content(number)).digest() for number in self.numbers.tolist()]
+        self.positions = np.flatnonzero(counts[inverse] > 1)
+        digests = [hashlib.sha256(self._content(position)).digest() for position in self.positions.tolist()]
         _, self.groups = np.unique(np.array(digests, "S32"), return_inverse=True)
 
-    def in_two_splits(self, names: Sequence[str | None]) -> list[str]:
+    def split_warnings(self, names: Sequence[str | None]) -> list[str]:
         """Return a warning for each evaluated split that contains training images.
 
         Args:
             names: Names of the evaluated splits, in the order of `parts`.
         """
-        messages, is_trained = [], self.numbers < self.starts[1]
-        for split, start, end in zip(names, self.starts[1:], self.starts[2:], strict=False):
-            is_in_split = (start <= self.numbers) & (self.numbers < end)
+        messages, is_trained = [], self.positions < self.part_starts[1]
+        for split, start, end in zip(names, self.part_starts[1:], self.part_starts[2:], strict=False):
+            is_in_split = (start <= self.positions) & (self.positions < end)
             shared = np.flatnonzero(is_in_split & np.isin(self.groups, self.groups[is_trained]))
             if len(shared):
                 trained = np.flatnonzero(is_trained & (self.groups == self.groups[shared[0]]))
@@ -48,38 +48,38 @@ class EqualImages:
                 )
         return messages
 
-    def in_two_classes(self, labels: np.ndarray, classes: Sequence[str]) -> list[str]:
+    def class_warnings(self, labels: np.ndarray, classes: Sequence[str]) -> list[str]:
         """Return a warning if images with identical bytes have different labels.
 
         Args:
             labels: Labels of the images in all `parts`, int64 [N].
             classes: Class names in label order.
         """
-        labels = labels[self.numbers]
+        labels = labels[self.positions]
         order = np.lexsort((labels, self.groups))
-        differ = np.flatnonzero((np.diff(self.groups[order]) == 0) & (np.diff(labels[order]) != 0))
-        if not len(differ):
+        conflicts = np.flatnonzero((np.diff(self.groups[order]) == 0) & (np.diff(labels[order]) != 0))
+        if not len(conflicts):
             return []
-        count = np.isin(self.groups, self.groups[order[differ]]).sum()
-        pair = order[differ[0] : differ[0] + 2]
+        count = np.isin(self.groups, self.groups[order[conflicts]]).sum()
+        example_pair = order[conflicts[0] : conflicts[0] + 2]
         example = " and ".join(
-            f"{self._display_name(index)} ({printable(classes[labels[index]])})" for index in pair
+            f"{self._display_name(index)} ({printable(classes[labels[index]])})" for index in example_pair
         )
         return [
             f"{count:,} images have contradictory labels, because identical files belong to different"
             f" classes, for example {example}. Correct the labels or remove these images"
         ]
 
-    def _content(self, number: int) -> bytes:
-        images, i = self._locate(number)
-        return images.content(i)
+    def _content(self, position: int) -> bytes:
+        images, index = self._locate(position)
+        return images.content(index)
 
     def _display_name(self, index: int) -> str:
-        """Return the display name of the image at position `numbers[index]`."""
-        images, i = self._locate(self.numbers[index])
-        return images.display_name(i)
+        """Return the display name of the image at position `positions[index]`."""
+        images, index_in_part = self._locate(self.positions[index])
+        return images.display_name(index_in_part)
 
-    def _locate(self, number: int) -> tuple[Encoded, int]:
+    def _locate(self, position: int) -> tuple[EncodedImages, int]:
         """Return the element of `parts` that contains an image position, and the image's index in it."""
-        part = int(np.searchsorted(self.starts, number, side="right")) - 1
-        return self.parts[part], int(number - self.starts[part])
+        part = int(np.searchsorted(self.part_starts, position, side="right")) - 1
+        return self.parts[part], int(position - self.part_starts[part])

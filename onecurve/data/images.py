@@ -18,7 +18,7 @@ from torch import Tensor
 
 from onecurve.data.cache import prepare_cache
 from onecurve.data.decode import torchcodec_decoder
-from onecurve.data.encoded import SPLITS, STORED
+from onecurve.data.encoded import ALL_SPLITS, SPLITS
 from onecurve.data.splits import ArraySplit, FileSplit, ShardSplit, Split, SplitPart, part_file
 from onecurve.distributed.agreement import agree, once
 from onecurve.flags.recipe import ImageRecipe
@@ -26,7 +26,7 @@ from onecurve.system.files import read_json
 from onecurve.system.phase import DATA, MODEL, now
 from onecurve.system.text import printable, some_of
 
-IMBALANCE = 10  # minimum ratio of the largest to the smallest class size for a warning
+IMBALANCE_RATIO = 10  # minimum ratio of the largest to the smallest class size for a warning
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluated: bool = Fal
         raise ValueError(
             f"{recipe.data} contains only one class, {name}. A classifier needs at least two classes"
         )
-    train, evaluated = images.train.labels, {name: s.labels for name, s in images.evaluated.items()}
+    train, evaluated = images.train.labels, {name: split.labels for name, split in images.evaluated.items()}
     counts = {f"{name} images": len(labels) for name, labels in {"training": train, **evaluated}.items()}
     source_and_type = [images.source, type(images.train).__name__]
     facts = {"data": source_and_type, "classes": images.classes, **counts}
@@ -127,8 +127,8 @@ def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluated: bool = Fal
     agree(accelerator, facts)
     splits = {"training" if images.val is not images.train else "": train, **evaluated}
     accelerator.print(summary(recipe.data, splits, len(images.classes), left_out))
-    for line in (*warnings(train, evaluated, images.classes), *images.flaws):
-        accelerator.print(f"warning: {line}")
+    for warning in (*warnings(train, evaluated, images.classes), *images.flaws):
+        accelerator.print(f"warning: {warning}")
     now.enter(MODEL)
     return images
 
@@ -180,15 +180,15 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
 
 def _split_parts(folder: Path) -> list[SplitPart]:
     """Return the training part, the evaluation part and, with --holdout, the data's evaluation split."""
-    whole = [
+    stored = [
         SplitPart(split, np.load(folder / f"{split}_labels.npy"), folder=folder)
-        for split in STORED
+        for split in ALL_SPLITS
         if (folder / f"{split}_labels.npy").exists()
     ]
     if not part_file(folder, "train").exists():
-        return whole
+        return stored
     files = [part_file(folder, part) for part in SPLITS]
-    return [SplitPart("train", whole[0].labels[np.load(file)], file, folder) for file in files] + whole[1:]
+    return [SplitPart("train", stored[0].labels[np.load(file)], file, folder) for file in files] + stored[1:]
 
 
 def _open_shards(
@@ -219,10 +219,10 @@ def _open_shards(
 
 # Summary and warnings at startup
 
-Labels = Mapping[str, np.ndarray]  # labels of each split, int64 [N], by split name
+SplitLabels = Mapping[str, np.ndarray]  # labels of each split, int64 [N], by split name
 
 
-def summary(name: str, splits: Labels, classes: int, left_out: str) -> str:
+def summary(name: str, splits: SplitLabels, classes: int, left_out: str) -> str:
     """Return a one-line summary of a data set.
 
     Args:
@@ -231,17 +231,17 @@ def summary(name: str, splits: Labels, classes: int, left_out: str) -> str:
         classes: Number of classes.
         left_out: Description of the ignored files, including the reasons.
     """
-    counts = [f"{len(labels):,} {split} images".replace("  ", " ") for split, labels in splits.items()]
-    counts.append(f"{classes:,} {'class' if classes == 1 else 'classes'}")
-    return f"data {printable(name)}: {', '.join(counts)}" + (f"; left out: {left_out}" if left_out else "")
+    phrases = [f"{len(labels):,} {split} images".replace("  ", " ") for split, labels in splits.items()]
+    phrases.append(f"{classes:,} {'class' if classes == 1 else 'classes'}")
+    return f"data {printable(name)}: {', '.join(phrases)}" + (f"; left out: {left_out}" if left_out else "")
 
 
-def warnings(train: np.ndarray, evaluated: Labels, classes: Sequence[str]) -> list[str]:
+def warnings(train: np.ndarray, evaluated: SplitLabels, classes: Sequence[str]) -> list[str]:
     """Return a warning for each label property that makes the accuracy misleading."""
     messages = []
     counts = np.bincount(train, minlength=len(classes))
     smallest, largest = int(counts.argmin()), int(counts.argmax())
-    if counts[largest] >= IMBALANCE * counts[smallest]:
+    if counts[largest] >= IMBALANCE_RATIO * counts[smallest]:
         messages.append(
             f"the classes are imbalanced: the training split contains {counts[smallest]:,} images of"
             f" {printable(classes[smallest])}, but {counts[largest]:,} images of"

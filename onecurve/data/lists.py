@@ -16,10 +16,10 @@ from onecurve.system.text import printable
 
 FILE_COLUMNS = ("file", "filename", "file_name", "path", "filepath", "image")
 LABEL_COLUMNS = ("label", "labels", "class", "category", "target")
-DELIMITERS = ",;\t"
+CSV_DELIMITERS = ",;\t"
 
 
-class Listed(NamedTuple):
+class ListedImage(NamedTuple):
     """Row of an image list."""
 
     where: str  # row's position as shown in messages
@@ -28,7 +28,7 @@ class Listed(NamedTuple):
     file: str  # absolute path, or path relative to the list's folder
 
 
-def read_list(path: Path, columns: Columns, split: str = "train") -> list[Listed]:
+def read_list(path: Path, columns: Columns, split: str = "train") -> list[ListedImage]:
     """Read the rows of an image list, in file order.
 
     For each listed path, the function tries the path as written, and then with slashes instead of
@@ -61,13 +61,13 @@ def read_list(path: Path, columns: Columns, split: str = "train") -> list[Listed
             f" {len(missing):,}). Paths in the list are relative to the list's folder. To add a folder and an"
             " extension to each path, use --image_column 'train/{id}.jpg'"
         )
-    _refuse_several_labels(rows)
+    _refuse_files_with_several_labels(rows)
     return rows
 
 
-def _refuse_several_labels(rows: list[Listed]) -> None:
+def _refuse_files_with_several_labels(rows: list[ListedImage]) -> None:
     """Raise ValueError if two rows assign different labels to the same file."""
-    first_rows: dict[str, Listed] = {}
+    first_rows: dict[str, ListedImage] = {}
     for row in rows:
         earlier = first_rows.setdefault(os.path.normpath(row.file), row)
         if earlier.label != row.label:
@@ -77,7 +77,7 @@ def _refuse_several_labels(rows: list[Listed]) -> None:
             )
 
 
-def _parse_rows(path: Path, columns: Columns, split: str) -> Iterator[Listed]:
+def _parse_rows(path: Path, columns: Columns, split: str) -> Iterator[ListedImage]:
     placeholder = re.fullmatch(r"(.*)\{(.+)\}(.*)", columns.image or "")
     prefix, column, suffix = placeholder.groups() if placeholder else ("", columns.image or "", "")
     first_line = f"--data {path}: the first line"
@@ -104,25 +104,25 @@ def _parse_rows(path: Path, columns: Columns, split: str) -> Iterator[Listed]:
                     f"{where}: the split is {printable(row_split) or 'empty'}. Valid splits are train,"
                     f" {', '.join(VAL_NAMES)}"
                 )
-            yield Listed(where, row_split, label.strip(), f"{prefix}{image.strip()}{suffix}")
+            yield ListedImage(where, row_split, label.strip(), f"{prefix}{image.strip()}{suffix}")
 
 
 # Pairs of a line number and a mapping from column names to values
-Lines = Iterator[tuple[int, dict[str, str]]]
+NumberedRows = Iterator[tuple[int, dict[str, str]]]
 
 
-def _csv_lines(file: TextIO) -> tuple[list[str], Lines]:
+def _csv_lines(file: TextIO) -> tuple[list[str], NumberedRows]:
     header = file.readline()
     file.seek(0)
-    reader = csv.DictReader(file, delimiter=max(DELIMITERS, key=header.count))
+    reader = csv.DictReader(file, delimiter=max(CSV_DELIMITERS, key=header.count))
     reader.fieldnames = [name.strip().lower() for name in reader.fieldnames or []]
     return list(reader.fieldnames), ((reader.line_num, row) for row in reader)
 
 
-def _json_lines(path: Path, file: TextIO) -> tuple[list[str], Lines]:
+def _json_lines(path: Path, file: TextIO) -> tuple[list[str], NumberedRows]:
     """Parse a JSON Lines file into column names and rows. Values other than strings become JSON text."""
     rows = []
-    for number, line in enumerate(file, 1):
+    for line_number, line in enumerate(file, 1):
         if not line.strip():
             continue
         try:
@@ -131,8 +131,8 @@ def _json_lines(path: Path, file: TextIO) -> tuple[list[str], Lines]:
                 name: value if isinstance(value, str) else json.dumps(value) for name, value in row.items()
             }
         except (ValueError, AttributeError):
-            raise ValueError(f"--data {path}, line {number} is not a JSON object") from None
-        rows.append((number, texts))
+            raise ValueError(f"--data {path}, line {line_number} is not a JSON object") from None
+        rows.append((line_number, texts))
     return list(dict.fromkeys(name for _, texts in rows for name in texts)), iter(rows)
 
 
@@ -145,10 +145,10 @@ def _prefix_and_suffix(root: Path, file: str) -> tuple[str, str]:
     if (root / _stored_path(root, file)).is_file():
         return "", ""
     prefixes = ["", *(f"{name}/" for name in folder_names(root))]
-    pairs = ((prefix, suffix) for prefix in prefixes for suffix in ("", *EXTENSIONS))
     matches = [
         (prefix, suffix)
-        for prefix, suffix in pairs
+        for prefix in prefixes
+        for suffix in ("", *EXTENSIONS)
         if (root / _stored_path(root, f"{prefix}{file}{suffix}")).is_file()
     ]
     return matches[0] if len(matches) == 1 else ("", "")

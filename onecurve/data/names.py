@@ -15,7 +15,7 @@ from onecurve.system.files import write_bytes
 from onecurve.system.output import log
 from onecurve.system.text import printable
 
-NAMES_LIMIT = 2**32  # maximum size of a names file in bytes
+NAMES_LIMIT_BYTES = 2**32  # maximum size of a names file in bytes
 NameOf = Callable[[int], str]  # maps an image's index in the stored split to its name, or to ""
 
 
@@ -40,17 +40,17 @@ class CollectedNames:
     """Image names, collected in reading order. A name occupies its length plus 8 bytes of memory."""
 
     def __init__(self) -> None:
-        self.lines, self.ends = bytearray(), array("q", [0])
+        self.encoded_lines, self.line_ends = bytearray(), array("q", [0])
 
     def add(self, name: str) -> None:
-        self.lines += _encoded_line(name)
-        self.ends.append(len(self.lines))
+        self.encoded_lines += _encoded_line(name)
+        self.line_ends.append(len(self.encoded_lines))
 
     def write(self, folder: Path, split: str, order: np.ndarray) -> None:
         """Write the names in index order. `order[i]` is the reading position of image i, int64 [N]."""
         content = BytesIO()
         for position in order.tolist():
-            content.write(self.lines[self.ends[position] : self.ends[position + 1]])
+            content.write(self.encoded_lines[self.line_ends[position] : self.line_ends[position + 1]])
         write_bytes(folder / names_file(split), content.getvalue())
 
 
@@ -68,11 +68,11 @@ def read_names(lines: np.ndarray | bytes, count: int, where: str) -> NameOf:
         log.warning(
             f"warning: {where} contains {len(ends):,} names for {count:,} images. Image names are not shown"
         )
-        return nameless
+        return without_names
 
-    def name_of(number: int) -> str:
-        start = ends[number - 1] + 1 if number else 0
-        return printable(lines[start : ends[number]].tobytes().decode(errors="replace"))
+    def name_of(index: int) -> str:
+        start = ends[index - 1] + 1 if index else 0
+        return printable(lines[start : ends[index]].tobytes().decode(errors="replace"))
 
     return name_of
 
@@ -80,11 +80,11 @@ def read_names(lines: np.ndarray | bytes, count: int, where: str) -> NameOf:
 def open_names(file: Path, count: int) -> NameOf:
     """Return a function that maps image indices to names. For a missing file, all names are empty."""
     if not file.exists() or not file.stat().st_size:
-        return nameless
+        return without_names
     return read_names(np.memmap(file, np.uint8, "r"), count, str(file))
 
 
-def nameless(_: int) -> str:
+def without_names(_: int) -> str:
     return ""
 
 

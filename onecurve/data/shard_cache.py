@@ -30,12 +30,12 @@ from onecurve.system.files import allow_open_files, sha256_of, sync, try_lock
 from onecurve.system.output import log
 from onecurve.system.s3 import ObjectStore
 
-DOWNLOADS = 2  # number of concurrent downloads per process; each download uses separate connections
-OTHER_FILES = 1024  # number of files that may be open in addition to lock files
-AHEAD = 1000  # maximum number of micro-batches that are prefetched
+MAX_DOWNLOADS = 2  # number of concurrent downloads per process; each download uses separate connections
+MAX_OTHER_FILES = 1024  # number of files that may be open in addition to lock files
+MAX_PREFETCHED_BATCHES = 1000  # maximum number of micro-batches that are prefetched
 POLL_S = 0.1  # seconds between attempts to acquire a lock held by another process
-SILENT_S = 10  # seconds to wait before showing a message
-NO_ROOM_S = 120  # seconds to wait for free space before raising an error
+MESSAGE_AFTER_S = 10  # seconds to wait before showing a message
+ROOM_TIMEOUT_S = 120  # seconds to wait for free space before raising an error
 
 
 class _Stopped(Exception):
@@ -67,7 +67,7 @@ class ShardCache:
         self.shards = {shard.file: shard for shard in shards}
         self.locks = folder / "locks"
         self.locks.mkdir(parents=True, exist_ok=True)
-        allow_open_files(len(shards) + OTHER_FILES)  # because each held lock is an open file
+        allow_open_files(len(shards) + MAX_OTHER_FILES)  # because each held lock is an open file
 
     def path(self, file: str) -> Path:
         return self.folder / quote(file, safe="")  # because a key may contain slashes
@@ -128,7 +128,7 @@ class ShardCache:
                 raise _Stopped
 
     @contextmanager
-    def _if_unused(self, file: str) -> Iterator[bool]:
+    def _lock_if_unused(self, file: str) -> Iterator[bool]:
         """Try to lock a shard exclusively, and yield True unless another process holds the lock."""
         lock = self._open_lock(file)
         try:
@@ -159,7 +159,7 @@ class ShardCache:
 
     def _make_room(self, shard: Shard, part: Path, stop: threading.Event) -> None:
         """Free space for a shard, and reserve it with a .part file. The caller must hold the lock."""
-        deadline_s = time.monotonic() + NO_ROOM_S
+        deadline_s = time.monotonic() + ROOM_TIMEOUT_S
         while True:
             with open(self.locks / ".room", "w") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
@@ -186,34 +186,34 @@ class ShardCache:
         Returns:
             True if the remaining shards fit.
         """
-        used_bytes, complete = 0, []
+        used_bytes, complete_files = 0, []
         for entry in os.scandir(self.folder):
             file = unquote(entry.name.removesuffix(".part"))
             if file not in self.shards or file == excluded:
                 continue
             if not entry.name.endswith(".part"):
-                complete.append((entry.stat().st_mtime_ns, file))
+                complete_files.append((entry.stat().st_mtime_ns, file))
             else:
-                with self._if_unused(file) as unused:
+                with self._lock_if_unused(file) as is_unused:
                     # A complete shard means that the .part file was just renamed
-                    if unused and not self.path(file).exists():
+                    if is_unused and not self.path(file).exists():
                         Path(entry.path).unlink(missing_ok=True)
                         continue
             used_bytes += self.shards[file].bytes  # a .part file grows to the size of its shard
-        for _, file in sorted(complete):
+        for _, file in sorted(complete_files):
             if used_bytes <= bytes_left:
                 break
-            with self._if_unused(file) as unused:
-                if unused:
+            with self._lock_if_unused(file) as is_unused:
+                if is_unused:
                     self.path(file).unlink()
                     used_bytes -= self.shards[file].bytes
         return used_bytes <= bytes_left
 
 
 @dataclass
-class _HeldShard:
+class _ReservedShard:
     lock: Future[int]  # descriptor returned by ShardCache.hold
-    uses: int = 0  # number of micro-batches that still need the shard
+    pending_uses: int = 0  # number of micro-batches that still need the shard
 
 
 class ShardPrefetcher:
@@ -242,15 +242,15 @@ class ShardPrefetcher:
     ):
         self.plan, self.files_of, self.cache = plan, files_of, cache
         self.budget_bytes, self.in_flight = budget_bytes, in_flight
-        self.held: dict[str, _HeldShard] = {}
+        self.reserved: dict[str, _ReservedShard] = {}
         # Prefetched items, not yet yielded
-        self.ahead: deque[tuple[tuple[int, np.ndarray], set[str]]] = deque()
+        self.prefetched: deque[tuple[tuple[int, np.ndarray], set[str]]] = deque()
         self.files_in_flight: deque[set[str]] = deque()  # shards of the items that the reader is processing
-        self.reader_waits = False
-        self.ended = False  # True once the thread has ended
-        self.error: BaseException | None = None  # exception that ended the thread
-        self.stop, self.changed = threading.Event(), threading.Condition()
-        self.downloads = ThreadPoolExecutor(DOWNLOADS)
+        self.is_reader_waiting = False
+        self.has_ended = False  # True once the thread has ended
+        self.thread_error: BaseException | None = None  # exception that ended the thread
+        self.stop_event, self.condition = threading.Event(), threading.Condition()
+        self.download_pool = ThreadPoolExecutor(MAX_DOWNLOADS)
         threading.Thread(target=self._look_ahead, daemon=True).start()
 
     def __iter__(self) -> Iterator[tuple[int, np.ndarray]]:
@@ -261,43 +261,43 @@ class ShardPrefetcher:
             Preempted: If this process received a stop signal and is the job's only process.
         """
         while True:
-            with self.changed:
+            with self.condition:
                 if len(self.files_in_flight) == self.in_flight:
                     self._release(self.files_in_flight.popleft())
-                self.reader_waits = True
-                self.changed.notify_all()
-                while not self.ahead and not self.ended:
-                    self.changed.wait(0.5)
+                self.is_reader_waiting = True
+                self.condition.notify_all()
+                while not self.prefetched and not self.has_ended:
+                    self.condition.wait(0.5)
                     _stop_if_alone()
-                self.reader_waits = False
-                if not self.ahead:
+                self.is_reader_waiting = False
+                if not self.prefetched:
                     break
-                item, files = self.ahead.popleft()
+                item, files = self.prefetched.popleft()
                 self.files_in_flight.append(files)
-                locks = {file: self.held[file].lock for file in files}
+                locks = {file: self.reserved[file].lock for file in files}
             self._wait_for_shards(locks)
             yield item
-        if self.error:
-            raise self.error
+        if self.thread_error:
+            raise self.thread_error
 
     def _release(self, files: set[str]) -> None:
         for file in files:
-            held = self.held[file]
-            held.uses -= 1
-            if not held.uses:
-                del self.held[file]
-                self.cache.release(file, held.lock.result())
+            reserved_shard = self.reserved[file]
+            reserved_shard.pending_uses -= 1
+            if not reserved_shard.pending_uses:
+                del self.reserved[file]
+                self.cache.release(file, reserved_shard.lock.result())
 
     def close(self) -> None:
         """Stop the thread and the downloads, and release all shards."""
-        self.stop.set()
-        with self.changed:
-            self.changed.notify_all()
-            for file, held in self.held.items():
-                held.lock.cancel()
-                held.lock.add_done_callback(partial(self._release_late, file))
-            self.held.clear()
-        self.downloads.shutdown(wait=False)
+        self.stop_event.set()
+        with self.condition:
+            self.condition.notify_all()
+            for file, reserved_shard in self.reserved.items():
+                reserved_shard.lock.cancel()
+                reserved_shard.lock.add_done_callback(partial(self._release_late, file))
+            self.reserved.clear()
+        self.download_pool.shutdown(wait=False)
 
     def _release_late(self, file: str, lock: Future[int]) -> None:
         if not lock.cancelled() and not lock.exception():
@@ -305,7 +305,7 @@ class ShardPrefetcher:
 
     def _wait_for_shards(self, locks: dict[str, Future[int]]) -> None:
         """Wait until all shards are held, or raise the exception of the first shard that can't be held."""
-        next_message_s = time.monotonic() + SILENT_S
+        next_message_s = time.monotonic() + MESSAGE_AFTER_S
         while True:
             done, missing = wait(locks.values(), timeout=0.5, return_when=FIRST_EXCEPTION)
             for lock in done:
@@ -314,7 +314,7 @@ class ShardPrefetcher:
                 return
             _stop_if_alone()
             if time.monotonic() > next_message_s:
-                next_message_s = time.monotonic() + 3 * SILENT_S
+                next_message_s = time.monotonic() + 3 * MESSAGE_AFTER_S
                 missing_shards = f"{len(missing)} of {len(locks)} shards from {self.cache.store.url}"
                 first = next(file for file, lock in locks.items() if lock in missing)
                 log.warning(f"waiting for {missing_shards}, for example {first}")
@@ -323,24 +323,24 @@ class ShardPrefetcher:
         try:
             for item in self.plan:
                 files = self.files_of(item[1])
-                with self.changed:
-                    self.changed.wait_for(partial(self._may_hold, files))
-                    if self.stop.is_set():
+                with self.condition:
+                    self.condition.wait_for(partial(self._may_hold, files))
+                    if self.stop_event.is_set():
                         return
                     for file in sorted(files):
-                        if file not in self.held:
-                            self.held[file] = _HeldShard(
-                                self.downloads.submit(self.cache.hold, file, self.stop)
+                        if file not in self.reserved:
+                            self.reserved[file] = _ReservedShard(
+                                self.download_pool.submit(self.cache.hold, file, self.stop_event)
                             )
-                        self.held[file].uses += 1
-                    self.ahead.append((item, files))
-                    self.changed.notify_all()
+                        self.reserved[file].pending_uses += 1
+                    self.prefetched.append((item, files))
+                    self.condition.notify_all()
         except BaseException as error:
-            self.error = error
+            self.thread_error = error
         finally:
-            with self.changed:
-                self.ended = True
-                self.changed.notify_all()
+            with self.condition:
+                self.has_ended = True
+                self.condition.notify_all()
 
     def _may_hold(self, files: set[str]) -> bool:
         """Return True if these shards may be held in addition to those already held.
@@ -348,10 +348,10 @@ class ShardPrefetcher:
         The shards must fit into the budget unless the reader is waiting for them, because a waiting reader
         releases no shards. After `stop` is set, the result is always True.
         """
-        if self.stop.is_set() or (self.reader_waits and not self.ahead):
+        if self.stop_event.is_set() or (self.is_reader_waiting and not self.prefetched):
             return True
-        total_bytes = sum(self.cache.shards[file].bytes for file in files | self.held.keys())
-        return total_bytes <= self.budget_bytes and len(self.ahead) < AHEAD
+        total_bytes = sum(self.cache.shards[file].bytes for file in files | self.reserved.keys())
+        return total_bytes <= self.budget_bytes and len(self.prefetched) < MAX_PREFETCHED_BATCHES
 
 
 def _stop_if_alone() -> None:

@@ -26,21 +26,21 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from onecurve.data.encoded import SPLITS, Encoded
+from onecurve.data.encoded import SPLITS, EncodedImages
 from onecurve.system.files import fits, parse_json
 from onecurve.system.s3 import ObjectStore
 from onecurve.system.text import printable
 
-FORMAT = 1
+MANIFEST_FORMAT = 1
 MANIFEST = "manifest.json"
 JOURNAL = ".progress.json"  # file that records the progress of an unfinished preparation
-SHARD = rf"({'|'.join(SPLITS)})-[0-9]{{5,}}\.tar"  # pattern of shard file names
-SHARD_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-VALUES_OF_SHARD = itemgetter("file", "bytes", "images", "sha256")
+SHARD_PATTERN = rf"({'|'.join(SPLITS)})-[0-9]{{5,}}\.tar"  # pattern of shard file names
+SHARD_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+shard_fields = itemgetter("file", "bytes", "images", "sha256")
 SHA256 = re.compile("[0-9a-f]{64}")
 HEADER_BYTES = 512  # size of a tar member header
 MANIFEST_LIMIT, INDEX_LIMIT = 2**28, 2**34  # maximum file sizes in bytes
-UNFINISHED = (
+UNFINISHED_ADVICE = (
     "The preparation is not complete. Run the same prep_imagenet.py command again to continue the"
     " preparation. To use tar files in WebDataset format from a different source, create an index with"
     " `prep_imagenet.py --from shards --format index`"
@@ -91,7 +91,7 @@ class ShardManifest:
         )
 
 
-TYPES = {  # expected types of the values in manifest.json
+KEY_TYPES = {  # expected types of the values in manifest.json
     "kind": str,
     "name": str,
     "classes": list[ClassName],
@@ -112,7 +112,7 @@ def find_local(folder: Path) -> ShardManifest | None:
     path = folder / MANIFEST
     if not path.is_file():
         if any(_is_prepared_file(entry.name) for entry in os.scandir(folder)):
-            raise ValueError(f"--data {folder} contains no {MANIFEST}. {UNFINISHED}")
+            raise ValueError(f"--data {folder} contains no {MANIFEST}. {UNFINISHED_ADVICE}")
         return None
     manifest = parse_manifest(path.read_bytes(), str(path))
     for split in manifest.splits.values():
@@ -124,7 +124,7 @@ def find_local(folder: Path) -> ShardManifest | None:
 def _is_prepared_file(name: str) -> bool:
     """Return True if a preparation writes files with this name. Source tar files have different names."""
     indices = [index_name(split) for split in SPLITS]
-    return name in (JOURNAL, *indices) or re.fullmatch(SHARD, name) is not None
+    return name in (JOURNAL, *indices) or re.fullmatch(SHARD_PATTERN, name) is not None
 
 
 def _check_shard_size(path: Path, size: int) -> None:
@@ -150,7 +150,7 @@ def find_stored(store: ObjectStore) -> tuple[ShardManifest, bytes]:
     content = store.read(MANIFEST, MANIFEST_LIMIT)
     if content is None:
         unfinished = any(map(_is_prepared_file, store.list()))
-        advice = UNFINISHED if unfinished else f"Prepare data with prep_imagenet.py --out {store.url}"
+        advice = UNFINISHED_ADVICE if unfinished else f"Prepare data with prep_imagenet.py --out {store.url}"
         raise ValueError(f"--data {store.url} contains no {MANIFEST}. {advice}")
     manifest = parse_manifest(content, f"{store.url}/{MANIFEST}")
     if manifest.kind != "shards" and manifest.store is None:
@@ -175,12 +175,12 @@ def parse_manifest(content: bytes, where: str) -> ShardManifest:
         values = parse_json(content, where)
     except ValueError as error:
         raise ValueError(f"{error}. Prepare the data again") from None
-    if (format_version := values.get("format")) != FORMAT:
+    if (format_version := values.get("format")) != MANIFEST_FORMAT:
         raise ValueError(
-            f"{where} has format {_escaped(format_version)}, but this version supports only format {FORMAT}."
-            " Prepare the data again, or update this project"
+            f"{where} has format {_escaped(format_version)}, but this version supports only format"
+            f" {MANIFEST_FORMAT}. Prepare the data again, or update this project"
         )
-    invalid = [name for name, expected_type in TYPES.items() if not fits(values.get(name), expected_type)]
+    invalid = [key for key, expected_type in KEY_TYPES.items() if not fits(values.get(key), expected_type)]
     if not invalid:
         wnids = [entry["wnid"] for entry in values["classes"]]
         if not wnids or len({*wnids}) != len(wnids):
@@ -190,7 +190,7 @@ def parse_manifest(content: bytes, where: str) -> ShardManifest:
         raise ValueError(f"{where} is not a valid manifest (invalid: {fields}). Prepare the data again")
     splits = {}
     for split, entry in values["splits"].items():
-        shards = tuple(Shard(*VALUES_OF_SHARD(shard)) for shard in entry["shards"])
+        shards = tuple(Shard(*shard_fields(shard)) for shard in entry["shards"])
         splits[split] = SplitManifest(entry["images"], entry["index_sha256"], shards)
     class_names, sha256 = _class_names(values["classes"]), hashlib.sha256(content).hexdigest()
     manifest = ShardManifest(values["kind"], values["name"], class_names, splits, sha256)
@@ -214,7 +214,7 @@ def _manifest_problem(manifest: ShardManifest) -> str | None:
         for shard in split.shards:
             in_store = manifest.kind == "in_place" and shard.file.startswith("s3://")
             has_valid_name = (
-                SHARD_FILE.fullmatch(shard.file) if has_shards else in_store or os.path.isabs(shard.file)
+                SHARD_FILE_NAME.fullmatch(shard.file) if has_shards else in_store or os.path.isabs(shard.file)
             )
             has_valid_hash = not (has_shards or in_store) or SHA256.fullmatch(shard.sha256 or "")
             is_new = manifest.kind == "index" or shard.file not in files
@@ -290,7 +290,7 @@ def parse_shard_index(content: bytes, manifest: ShardManifest, split: str, where
     return rows
 
 
-class ShardImages(Encoded):
+class ShardImages(EncodedImages):
     """Images stored in tar files.
 
     No tar file stays open, because an open file occupies disk space even after the cache removes the shard.
@@ -305,19 +305,19 @@ class ShardImages(Encoded):
         self.rows, self.files = np.asarray(np.load(index, mmap_mode="r")), files  # int64 [N, 4]
         super().__init__(len(self.rows), ids_file)
 
-    def location(self, i: int) -> tuple[str, int, int]:
-        shard, offset, length, _ = self.rows[self.ids[i]].tolist()
+    def location(self, index: int) -> tuple[str, int, int]:
+        shard, offset, length, _ = self.rows[self.ids[index]].tolist()
         return self.files[shard], offset, length
 
-    def display_name(self, i: int) -> str:
+    def display_name(self, index: int) -> str:
         """Return image i's shard and byte offset, and its key if a tar header precedes the image."""
-        shard, offset, _ = self.location(i)
-        name = self.name(i)
+        shard, offset, _ = self.location(index)
+        name = self.name(index)
         return printable(f"{shard}, offset {offset}{name and f', key {os.path.splitext(name)[0]}'}")
 
-    def name(self, i: int) -> str:
+    def name(self, index: int) -> str:
         """Return the member name in the tar header before image i, or "" if there is no such header."""
-        shard, offset, _ = self.location(i)
+        shard, offset, _ = self.location(index)
         with open(shard, "rb", buffering=0) as file:
             header = os.pread(file.fileno(), HEADER_BYTES, offset - HEADER_BYTES)
         try:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onecurve.data import class_folders
-from onecurve.data.class_folders import VAL_NAMES, LeftOut, check_known, used_splits
+from onecurve.data.class_folders import VAL_NAMES, IgnoredFiles, check_known, used_splits
 from onecurve.data.encoded import SPLITS, save_images, save_labels
 from onecurve.data.names import save_names
 from onecurve.data.tables import (
@@ -34,11 +34,11 @@ from onecurve.system.text import did_you_mean, some_of
 from onecurve.system.threads import Heartbeat, run_with_heartbeat, start_daemon
 
 if TYPE_CHECKING:
-    from onecurve.data.lists import Listed
+    from onecurve.data.lists import ListedImage
     from onecurve.data.shards import ShardManifest
 
-KNOWN = ("digits", "cifar10", "synthetic")
-EARLY_S = 1.0  # maximum seconds to wait for the file listing before torch is imported
+BUILT_IN_DATA = ("digits", "cifar10", "synthetic")
+LISTING_WAIT_S = 1.0  # maximum seconds to wait for the file listing before torch is imported
 _listings: "dict[tuple[str, Columns], Future[Source]]" = {}  # file listings that check_inputs() has started
 
 
@@ -64,7 +64,7 @@ class Source:
         hashes: Hashes of content not covered by `files`.
         is_table: Whether the data has columns that can be chosen with flags.
         left_out: Description of the ignored files, including the reasons.
-        why_not_trained_on: Reason why the data can only be evaluated, or "".
+        training_problem: Reason why the data can only be evaluated, or "".
     """
 
     name: str
@@ -80,7 +80,7 @@ class Source:
     hashes: tuple[str, ...] = ()
     is_table: bool = False
     left_out: str = ""
-    why_not_trained_on: str = ""
+    training_problem: str = ""
 
 
 def find_source(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = False) -> Source:
@@ -96,8 +96,8 @@ def find_source(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = False
     """
     data, holdout, columns = recipe.data, recipe.holdout, Columns(recipe.image_column, recipe.label_column)
     source = _locate_source(data, beat, columns)
-    if source.why_not_trained_on and not is_evaluated:
-        raise ValueError(source.why_not_trained_on)
+    if source.training_problem and not is_evaluated:
+        raise ValueError(source.training_problem)
     if any(columns) and not source.is_table:
         raise ValueError(
             "--image_column and --label_column apply only to tables and lists. Remove these flags, because"
@@ -135,7 +135,7 @@ def _locate_source(data: str, beat: Heartbeat, columns: Columns) -> Source:
 
 
 def check_inputs(recipe: ImageRecipe) -> int:
-    """Check the data and weights before torch is imported, for at most EARLY_S seconds.
+    """Check the data and weights before torch is imported, for at most LISTING_WAIT_S seconds.
 
     A background thread lists the data's files, and the next find_source() call uses this listing.
 
@@ -148,9 +148,9 @@ def check_inputs(recipe: ImageRecipe) -> int:
     if recipe.weights and not Path(recipe.weights).expanduser().exists():
         raise ValueError(f"--weights {recipe.weights} does not exist")
     data, columns = recipe.data, Columns(recipe.image_column, recipe.label_column)
-    if data not in KNOWN and not data.startswith(("hub:", "s3:")):
+    if data not in BUILT_IN_DATA and not data.startswith(("hub:", "s3:")):
         _listings[data, columns] = listing = start_daemon(partial(_find_files, data, columns))
-        if wait([listing], EARLY_S).done:
+        if wait([listing], LISTING_WAIT_S).done:
             with suppress(OSError):  # the next find_source() call will report this error
                 find_source(recipe, lambda: None)
             _listings[data, columns] = listing
@@ -170,8 +170,8 @@ def _find_files(data: str, columns: Columns) -> Source:
         return _lone_table_source(root, columns)
     if not root.is_dir():
         problem = "is not a folder, list or parquet file" if root.exists() else "does not exist"
-        advice = f". Pass a folder, list or parquet file, or choose one of {', '.join(KNOWN)}"
-        if suggestion := did_you_mean(data, KNOWN):
+        advice = f". Pass a folder, list or parquet file, or choose one of {', '.join(BUILT_IN_DATA)}"
+        if suggestion := did_you_mean(data, BUILT_IN_DATA):
             advice = f": {suggestion}"
         raise ValueError(f"--data {data} {problem}{advice}")
     if manifest := shards.find_local(root):
@@ -203,12 +203,12 @@ def _write_digits(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
         from sklearn.datasets import load_digits
 
         digits = load_digits()
-        small = np.round(digits.images * (255 / 16)).astype(np.uint8)
-        large = [
+        small_images = np.round(digits.images * (255 / 16)).astype(np.uint8)
+        large_images = [
             np.asarray(Image.fromarray(pixels).resize((32, 32), Image.Resampling.BILINEAR))
-            for pixels in small
+            for pixels in small_images
         ]
-        return np.repeat(np.stack(large)[..., None], 3, axis=3), digits.target
+        return np.repeat(np.stack(large_images)[..., None], 3, axis=3), digits.target
 
     images, labels = run_with_heartbeat(load, beat)
     shuffled = np.random.RandomState(0).permutation(len(labels))
@@ -299,8 +299,8 @@ def _table_files_source(
 
 def _hub_source(data: str, loaded: dict[str, Any], columns: Columns) -> Source:
     name = data.removeprefix("hub:")
-    tables = {s: [Table(f"{name}'s {s} split", rows.data.table)] for s, rows in loaded.items()}
-    files = {s: [Path(file["filename"]) for file in rows.cache_files] for s, rows in loaded.items()}
+    tables = {split: [Table(f"{name}'s {split} split", rows.data.table)] for split, rows in loaded.items()}
+    files = {split: [Path(file["filename"]) for file in rows.cache_files] for split, rows in loaded.items()}
     return _table_source(data, name, tables, files, "{split} {k}", columns)
 
 
@@ -361,7 +361,7 @@ def _left_out(names: dict[str, str], used: dict[str, str]) -> list[str]:
 
 def find_class_folders(root: Path) -> Source:
     """Find the images in class folders, with or without split folders."""
-    left_out = LeftOut()
+    left_out = IgnoredFiles()
     folders, images = class_folders.list_splits(root, left_out)
     used = used_splits(images)
     splits = {
@@ -373,7 +373,7 @@ def find_class_folders(root: Path) -> Source:
         for key, split in used.items()
     }
     unused = _left_out({split: f"{name}/" for split, name in folders.items()}, used)
-    if folders["train"] and (other_folders := class_folders.beside_splits(root)):
+    if folders["train"] and (other_folders := class_folders.folders_beside_splits(root)):
         names = some_of([f"{name}/" for name in other_folders], 3)
         unused.append(f"{names} ({folders['train']}/ is a split)")
     ignored = ", ".join(filter(None, (str(left_out), *unused)))
@@ -383,7 +383,7 @@ def find_class_folders(root: Path) -> Source:
         return source
     (name,) = classes
     paths = images["train"][name]
-    return replace(source, why_not_trained_on=class_folders.why_not_trained_on(root, name, paths))
+    return replace(source, training_problem=class_folders.training_problem(root, name, paths))
 
 
 def _find_metadata(root: Path, files: dict[str, Path], columns: Columns) -> Source:
@@ -401,7 +401,7 @@ def _find_metadata(root: Path, files: dict[str, Path], columns: Columns) -> Sour
     return replace(source, left_out=", ".join(filter(None, (source.left_out, *unlabeled))))
 
 
-def _list_source(name: str, root: Path, data: Path, rows: "list[Listed]") -> Source:
+def _list_source(name: str, root: Path, data: Path, rows: "list[ListedImage]") -> Source:
     """Return the source for listed image files.
 
     Args:

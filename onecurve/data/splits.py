@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from onecurve.data.crops import CROP_SCALE
-from onecurve.data.encoded import ArrayImages, CachedImages, Encoded
-from onecurve.data.names import NAMES_LIMIT, NameOf, nameless, names_file, open_names, read_names
+from onecurve.data.encoded import ArrayImages, CachedImages, EncodedImages
+from onecurve.data.names import NAMES_LIMIT_BYTES, NameOf, names_file, open_names, read_names, without_names
 from onecurve.data.workers import MicroBatch, decoded, in_flight
 from onecurve.flags.recipe import Batch, ImageRecipe, parse_fold
 from onecurve.models.preprocessing import IMAGENET_CROP, Crop
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # these modules are imported at run time only for shards
     from onecurve.data.shard_cache import ShardCache
     from onecurve.data.shards import ShardManifest
 
-AHEAD = 64  # number of micro-batches whose labels and pixel positions are copied to the device at once
+SENT_AHEAD = 64  # number of micro-batches whose labels and pixel positions are copied to the device at once
 
 
 class SplitPart(NamedTuple):
@@ -57,7 +57,7 @@ class SplitPart(NamedTuple):
     def names(self) -> NameOf:
         """Return a function that maps image ids in the stored split to image names."""
         if self.folder is None:
-            return nameless
+            return without_names
         count = len(np.load(self.folder / f"{self.split}_labels.npy", mmap_mode="r"))
         return open_names(self.folder / names_file(self.split), count)
 
@@ -96,14 +96,14 @@ def held_out(labels: np.ndarray, holdout: float | str) -> np.ndarray:
     """
     count, sizes, is_held_out = len(labels), np.bincount(labels), np.zeros(len(labels), bool)
     if isinstance(holdout, str):  # fold sizes differ by at most one image, in total and per class
-        number, folds = parse_fold(holdout)
+        fold, folds = parse_fold(holdout)
         if folds > count or 1 in sizes:
             raise ValueError(
                 f"--fold {holdout} needs at least as many training images as folds, and more than one image"
                 f" in each class. The training split contains {count:,} images, with {sizes.min()} in the"
                 " smallest class"
             )
-        is_held_out[np.lexsort((hashes(count), labels))[number - 1 :: folds]] = True
+        is_held_out[np.lexsort((hashes(count), labels))[fold - 1 :: folds]] = True
         return is_held_out
     target = round(holdout * count) if holdout < 1 else int(holdout)
     spare_images = np.maximum(sizes - 1, 0)
@@ -170,12 +170,12 @@ class ArraySplit(Shuffled):
         device = torch.device(device)
         if device not in self._on_device:
             self._on_device[device] = self._copy_to_device(device)
-        resident = self._on_device[device]
+        resident_images = self._on_device[device]
         for epoch, ids, labels, indices in self._send_ahead(plan, device, train, seed):
-            images = self._read_images(ids, device) if resident is None else resident
+            images = self._read_images(ids, device) if resident_images is None else resident_images
             if train:
                 images = gather(images, *indices)
-            elif resident is not None:
+            elif resident_images is not None:
                 images = images.index_select(0, *indices)
             yield MicroBatch(epoch, ids, images, labels)
 
@@ -185,23 +185,23 @@ class ArraySplit(Shuffled):
         """Yield the epoch, ids, labels and pixel indices of each micro-batch.
 
         In evaluation, the indices are array rows. In training, the indices are the result of moved_pixels().
-        The labels and positions of up to AHEAD micro-batches are sent to the device in one copy of 40 bytes
-        per image. On the device, labels, positions and indices occupy 40 + 4 * (H + W) bytes per image.
+        The labels and positions of up to SENT_AHEAD micro-batches are sent to the device in one copy of 40
+        bytes per image. On the device, labels, positions and indices occupy 40 + 4 * (H + W) bytes per image.
         """
         # 4 pixels for a 32-pixel image
-        resident, pad = self._on_device[device], min(self.size[0] // 8, self.size[1] - 1)
+        resident_images, pad = self._on_device[device], min(self.size[0] // 8, self.size[1] - 1)
         for epoch, items in groupby(plan, itemgetter(0)):
-            while group := [ids for _, ids in islice(items, AHEAD)]:
-                ids, sizes = np.concatenate(group), [len(batch_ids) for batch_ids in group]
-                rows = np.concatenate([np.arange(size) for size in sizes]) if resident is None else ids
+            while batch_group := [ids for _, ids in islice(items, SENT_AHEAD)]:
+                ids, sizes = np.concatenate(batch_group), [len(batch_ids) for batch_ids in batch_group]
+                rows = np.concatenate([np.arange(size) for size in sizes]) if resident_images is None else ids
                 moved = list(moves(uniforms(seed, epoch, ids, FLIP.stop), pad, self.mirror)) if train else []
                 sent = send(torch.from_numpy(np.stack([self.labels[ids], rows, *moved])), device)
                 indices: tuple[Tensor, ...] = (sent[1],)
                 if train:
-                    count = max(sizes) if resident is None else len(resident)
+                    count = max(sizes) if resident_images is None else len(resident_images)
                     indices = moved_pixels(sent[1], sent[2:], (count, *self.images.shape[1:]))
                 tensors = (tensor.split(sizes) for tensor in (sent[0], *indices))
-                for ids, labels, *batch_indices in zip(group, *tensors, strict=True):
+                for ids, labels, *batch_indices in zip(batch_group, *tensors, strict=True):
                     yield epoch, ids, labels, batch_indices
 
     def _read_images(self, ids: np.ndarray, device: torch.device) -> Tensor:
@@ -228,7 +228,7 @@ class EncodedSplit(Shuffled):
     cropped = True
     part: SplitPart
     mirror = False  # whether training flips crops
-    open: Callable[[], Encoded]
+    open: Callable[[], EncodedImages]
     labels: np.ndarray  # labels of the images, int64 [N]
     skip: bool  # whether training skips broken images
 
@@ -420,11 +420,11 @@ class ShardSplit(EncodedSplit):
         if self.location.startswith("s3://"):
             from onecurve.system.s3 import ObjectStore
 
-            lines = ObjectStore(self.location).read(file, NAMES_LIMIT)
-            return nameless if lines is None else read_names(lines, count, f"{self.location}/{file}")
+            lines = ObjectStore(self.location).read(file, NAMES_LIMIT_BYTES)
+            return without_names if lines is None else read_names(lines, count, f"{self.location}/{file}")
         if (path := Path(self.location) / file).exists():
             return open_names(path, count)
-        return nameless if self.cache else self.open_images(None).name
+        return without_names if self.cache else self.open_images(None).name
 
     def _files_of(self, ids: np.ndarray) -> set[str]:
         return {self.shards[shard].file for shard in set(self.rows[ids, 0].tolist())}

@@ -25,7 +25,7 @@ from onecurve.system.threads import Heartbeat, run_with_heartbeat
 if TYPE_CHECKING:
     import pyarrow
 
-HUB = re.compile(r"hub:(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+))?", re.ASCII)
+HUB_DATA_SET = re.compile(r"hub:(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+))?", re.ASCII)
 # Usual names of image and label columns, in order of preference. A column with a different name is used only
 # if no column has a usual name.
 IMAGE_COLUMNS, LABEL_COLUMNS = ("img", "image"), ("label", "fine_label")
@@ -44,7 +44,7 @@ class Columns(NamedTuple):
     label: str | None = None
 
 
-BY_TYPE = Columns()
+DEFAULT_COLUMNS = Columns()
 
 
 class Table(NamedTuple):
@@ -146,13 +146,13 @@ def saved_files(root: Path) -> dict[str, list[Path]] | None:
         return None
     files = {}
     for split, folder in folders.items():
-        if (state := folder / "state.json").is_file():
+        if (state_file := folder / "state.json").is_file():
             try:
-                entries = json.loads(state.read_bytes())["_data_files"]
+                entries = json.loads(state_file.read_bytes())["_data_files"]
                 files[split] = [folder / Path(entry["filename"]).name for entry in entries]
             except (ValueError, KeyError, TypeError):
                 raise ValueError(
-                    f"{state} does not list data files in the format that `datasets` writes"
+                    f"{state_file} does not list data files in the format that `datasets` writes"
                 ) from None
     return files
 
@@ -165,14 +165,14 @@ def load_from_hub(data: str, beat: Heartbeat) -> dict[str, Any]:
     Raises:
         ValueError: If the name is invalid, or the data can't be loaded.
     """
-    match = HUB.fullmatch("hub:uoft-cs/cifar10" if data == "cifar10" else data)
+    match = HUB_DATA_SET.fullmatch("hub:uoft-cs/cifar10" if data == "cifar10" else data)
     if not match:
         raise ValueError(f"--data {data} is invalid. Use hub:OWNER/NAME or hub:OWNER/NAME:CONFIG")
 
-    problems = list[str]()
+    hub_problems = list[str]()
 
     def load():
-        problems.append(hub_problem())  # may enable the offline mode, which `datasets` checks on import
+        hub_problems.append(hub_problem())  # may enable the offline mode, which `datasets` checks on import
         import datasets
 
         return datasets.load_dataset(*match.groups())
@@ -180,7 +180,7 @@ def load_from_hub(data: str, beat: Heartbeat) -> dict[str, Any]:
     try:
         return run_with_heartbeat(load, beat)
     except Exception as error:  # `datasets` raises many exception types, for example for a full disk
-        reason = " ".join(next(filter(None, (*problems, str(error), type(error).__name__))).split())
+        reason = " ".join(next(filter(None, (*hub_problems, str(error), type(error).__name__))).split())
         ellipsis = " ..." if len(reason) > 300 else ""
         raise ValueError(
             f"--data {data}: {match[1]} could not be loaded from the hub"
@@ -204,11 +204,11 @@ def write_tables(
     for split, (numbers, rows) in labels.items():
         save_labels(folder, split, numbers)
         images = read_images(splits[split], columns, beat)
-        save_images(folder, split, save_names_of(images, folder, split), parts=rows)
+        save_images(folder, split, save_names_of(images, folder, split), tables=rows)
     return classes
 
 
-class Labels(NamedTuple):
+class TableLabels(NamedTuple):
     """Labels of one split, with the row counts of its tables."""
 
     numbers: np.ndarray  # class indices, int64 [N]
@@ -217,7 +217,7 @@ class Labels(NamedTuple):
 
 def read_labels(
     splits: dict[str, list[Table]], chosen: Columns, beat: Heartbeat
-) -> tuple[tuple[str, ...], dict[str, Labels]]:
+) -> tuple[tuple[str, ...], dict[str, TableLabels]]:
     """Read the class names and each split's labels.
 
     If the files contain no class names, the classes are the sorted distinct labels in the training split. A
@@ -227,9 +227,12 @@ def read_labels(
     Raises:
         ValueError: If a label belongs to no class, or if label types or class names differ between splits.
     """
-    columns, names, rows = dict[str, _Column](), {}, {}
-    with (first := splits["train"][0]).open() as (schema, _):  # all tables must use the same label column
-        chosen = chosen._replace(label=label_column(schema, chosen, first.where))
+    columns, names, rows = dict[str, _LabelColumn](), {}, {}
+    with (first_table := splits["train"][0]).open() as (
+        schema,
+        _,
+    ):  # all tables must use the same label column
+        chosen = chosen._replace(label=label_column(schema, chosen, first_table.where))
     for split, tables in splits.items():
         column, split_classes, counts = _read_split(split, tables, chosen, beat)
         if split != "test" or column.values != [-1]:
@@ -243,7 +246,7 @@ def read_labels(
         )
     classes = {split: names[split] or tuple(sorted(column.values)) for split, column in columns.items()}
     train = classes["train"]
-    label_of = {name: k for k, name in enumerate(train)}
+    label_of = {name: label for label, name in enumerate(train)}
     labels = {}
     for split, column in columns.items():
         where, split_classes = splits[split][0].where, classes[split]
@@ -259,16 +262,18 @@ def read_labels(
                 f"label {column.values[column.codes[row]]} in row {row} of the {split} split ({where}) is out"
                 f" of range for {len(split_classes)} classes (rows with such labels: {is_unknown.sum():,})"
             )
-        check_known(where, f"the {split} split", {str(name_of[v]) for v in column.values}, map(str, train))
+        check_known(
+            where, f"the {split} split", {str(name_of[value]) for value in column.values}, map(str, train)
+        )
         # If the splits' class names are identical, labels are not looked up by name, because a name may occur
         # twice.
         is_same = bool(names[split]) and split_classes == train
         numbers = np.array([value if is_same else label_of[name_of[value]] for value in column.values])
-        labels[split] = Labels(numbers[column.codes], rows[split])
+        labels[split] = TableLabels(numbers[column.codes], rows[split])
     return tuple(map(str, train)), labels
 
 
-class _Column(NamedTuple):
+class _LabelColumn(NamedTuple):
     """Label column, stored as its distinct values and a code for each row."""
 
     values: list[Any]  # distinct labels
@@ -277,7 +282,7 @@ class _Column(NamedTuple):
 
 def _read_split(
     split: str, tables: list[Table], chosen: Columns, beat: Heartbeat
-) -> tuple[_Column, tuple[str, ...], list[tuple[str, int]]]:
+) -> tuple[_LabelColumn, tuple[str, ...], list[tuple[str, int]]]:
     """Read the labels of one split.
 
     Returns:
@@ -306,7 +311,7 @@ def _read_split(
     if not sum(map(len, codes)):
         names_of_tables = some_of([table.where for table in tables])
         raise ValueError(f"the {split} split contains no images ({names_of_tables})")
-    return _Column(list(code_of), np.concatenate(codes)), names[0], rows
+    return _LabelColumn(list(code_of), np.concatenate(codes)), names[0], rows
 
 
 def _value_codes(column: "pyarrow.Array", code_of: dict[Any, int], where: str) -> np.ndarray:
@@ -453,8 +458,8 @@ def chosen_column(
     """
     if chosen and chosen not in names:
         raise ValueError(f"--{content}_column {chosen}: {where} contains only the columns {some_of(names)}")
-    if known := chosen or next((name for name in usual if name in names), None):
-        return known
+    if column := chosen or next((name for name in usual if name in names), None):
+        return column
     if len(candidates) == 1:
         return candidates[0]
     problem = f"no {content} column ({', '.join(usual)}), only {some_of(names)}"

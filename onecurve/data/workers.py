@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from onecurve.data.crops import CROP_SCALE, evaluation_crop, random_resized_crop
 from onecurve.data.decode import decode_image, torchcodec_decoder
-from onecurve.data.encoded import Encoded
+from onecurve.data.encoded import EncodedImages
 from onecurve.models.preprocessing import IMAGENET_CROP, Crop
 from onecurve.numerics.augment import CROP, FLIP, send, send_arrays, to_float
 from onecurve.numerics.order import Plan, uniforms
@@ -32,12 +32,12 @@ from onecurve.system.output import log
 from onecurve.system.text import printable
 from onecurve.upstream.python_ import on_unsent
 
-PREFETCHED = 4  # number of micro-batches that each worker prefetches
-ADVICE = {  # advice about a broken image, for training (True) and evaluation (False)
+PREFETCHED_PER_WORKER = 4  # number of micro-batches that each worker prefetches
+BROKEN_IMAGE_ADVICE = {  # advice about a broken image, for training (True) and evaluation (False)
     True: ". To train without this image, add --on_bad_image skip",
     False: ". Evaluations include every image. Repair the image at its source",
 }
-MORE_ROOM = "Increase the size of /dev/shm (docker run --shm-size), or reduce --workers"
+SHARED_MEMORY_ADVICE = "Increase the size of /dev/shm (docker run --shm-size), or reduce --workers"
 
 
 class MicroBatch(NamedTuple):
@@ -52,11 +52,11 @@ class MicroBatch(NamedTuple):
 Item = TypeVar("Item")
 # Crops (uint8 [b, size, size, 3]), errors by sample id, error of the micro-batch, and cause of the worker's
 # first retry
-Crops = tuple[Tensor, dict[int, str], str, str]
+DecodedCrops = tuple[Tensor, dict[int, str], str, str]
 
 
 def decoded(
-    open_images: Callable[[], Encoded],
+    open_images: Callable[[], EncodedImages],
     labels: np.ndarray,
     plan: Plan,
     *,
@@ -94,11 +94,11 @@ def decoded(
     # item of the second copy per finished micro-batch.
     ahead, items = itertools.tee(plan)
     loader = DataLoader(
-        _Crops(open_images, train, size, seed, skip, crop, crop_scale),
+        _CropDataset(open_images, train, size, seed, skip, crop, crop_scale),
         sampler=ahead,
         batch_size=None,  # because each item of the plan is already a batch
         num_workers=workers,
-        prefetch_factor=PREFETCHED if workers else None,
+        prefetch_factor=PREFETCHED_PER_WORKER if workers else None,
         multiprocessing_context=_forkserver() if workers else None,
         worker_init_fn=_start_worker if workers else None,
         pin_memory=device.type == "cuda",
@@ -146,20 +146,20 @@ def _while_workers_live(loader: Iterable[Item]) -> Generator[Item, None, None]:
         if not (is_exit or is_lost_batch):
             raise
         problem = "a decoding process was killed, because memory or shared memory ran out"
-        raise ValueError(f"{problem}. {MORE_ROOM}") from None
+        raise ValueError(f"{problem}. {SHARED_MEMORY_ADVICE}") from None
 
 
 def in_flight(workers: int) -> int:
     """Return the number of plan items that a DataLoader processes at the same time."""
-    return max(1, PREFETCHED * workers)
+    return max(1, PREFETCHED_PER_WORKER * workers)
 
 
-class _Crops(Dataset):
+class _CropDataset(Dataset):
     """Data set with one item per micro-batch and a small pickle, because the images stay on disk."""
 
     def __init__(
         self,
-        open_images: Callable[[], Encoded],
+        open_images: Callable[[], EncodedImages],
         train: bool,
         size: int,
         seed: int,
@@ -169,9 +169,9 @@ class _Crops(Dataset):
     ):
         self.open_images, self.train, self.size, self.seed, self.skip = open_images, train, size, seed, skip
         self.crop, self.crop_scale = crop, crop_scale
-        self.images: Encoded | None = None
+        self.images: EncodedImages | None = None
 
-    def __getitem__(self, item: tuple[int, np.ndarray]) -> Crops:
+    def __getitem__(self, item: tuple[int, np.ndarray]) -> DecodedCrops:
         """Return the crops of one micro-batch, or an error.
 
         Errors are returned as strings, because torch would add a worker's traceback to an exception. Crops
@@ -197,7 +197,7 @@ class _Crops(Dataset):
                 broken[sample] = str(problem)
                 if self.skip:
                     continue
-                error = f"{problem}{ADVICE[self.train]}"
+                error = f"{problem}{BROKEN_IMAGE_ADVICE[self.train]}"
                 break
             except OSError as problem:
                 error = f"{problem.filename}: {problem.strerror}" if problem.strerror else str(problem)
@@ -217,7 +217,7 @@ class _Crops(Dataset):
             else:
                 crops = crops[_source_positions(ids, broken)]
         if not error and (worker := torch.utils.data.get_worker_info()):
-            error = _share(crops, PREFETCHED * worker.num_workers)
+            error = _share_crops(crops, PREFETCHED_PER_WORKER * worker.num_workers)
         return torch.empty(0) if error else crops, broken, error, first_retry()
 
 
@@ -230,7 +230,7 @@ def _source_positions(ids: np.ndarray, broken: dict[int, str]) -> np.ndarray:
     return intact[np.searchsorted(intact, np.arange(len(ids))) % len(intact)]
 
 
-def _share(crops: Tensor, ahead: int) -> str:
+def _share_crops(crops: Tensor, ahead: int) -> str:
     """Move crops to shared memory, and return an error message, or "" on success.
 
     Without this explicit move, the queue's thread would only print the error, and the trainer would wait
@@ -248,13 +248,13 @@ def _share(crops: Tensor, ahead: int) -> str:
             raise
         return (
             f"/dev/shm is full. Each process prefetches up to {ahead} micro-batches of"
-            f" {crops.nbytes / 2**20:.1f} MiB into /dev/shm. {MORE_ROOM}"
+            f" {crops.nbytes / 2**20:.1f} MiB into /dev/shm. {SHARED_MEMORY_ADVICE}"
         )
     return ""
 
 
 # Signals that workers ignore, because the trainer handles them
-FOR_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+TRAINER_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 @functools.cache
@@ -288,7 +288,7 @@ def _forkserver() -> multiprocessing.context.BaseContext:
     # The fork server and the workers inherit the signal mask, so that a signal to the process group can't end
     # a worker during startup.
     multiprocessing.resource_tracker.ensure_running()  # unblocks signals, so this call must precede the mask
-    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_TRAINER)
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, TRAINER_SIGNALS)
     try:
         multiprocessing.forkserver.ensure_running()
     finally:
@@ -319,16 +319,16 @@ def _start_worker(_: int) -> None:
     trainer = multiprocessing.parent_process()
     assert trainer is not None
 
-    def watch() -> None:
+    def exit_with_trainer() -> None:
         trainer.join()
         os._exit(1)
 
     # Sending images fails if too many files are open or /tmp is full. The worker then exits, and the trainer
     # detects the exit.
     on_unsent(_exit_unsent)
-    for signal_number in FOR_THE_TRAINER:
+    for signal_number in TRAINER_SIGNALS:
         signal.signal(signal_number, signal.SIG_IGN)
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=exit_with_trainer, daemon=True).start()
 
 
 def _exit_unsent(error: Exception, _) -> None:
@@ -358,16 +358,16 @@ class Pictures(Dataset[tuple[int, Tensor | str]]):
     def __len__(self) -> int:
         return len(self.files)
 
-    def __getitem__(self, i: int) -> tuple[int, Tensor | str]:
+    def __getitem__(self, index: int) -> tuple[int, Tensor | str]:
         size, mean, std, is_cropped, crop = self.preprocessing
         try:
-            pixels = decode_image(retried(Path(self.files[i]).read_bytes)())  # uint8 [H, W, 3]
+            pixels = decode_image(retried(Path(self.files[index]).read_bytes)())  # uint8 [H, W, 3]
         except OSError as error:
-            return i, error.strerror or str(error)
+            return index, error.strerror or str(error)
         except ValueError as error:
-            return i, str(error)
+            return index, str(error)
         pixels = np.ascontiguousarray(evaluation_crop(pixels, size, crop)) if is_cropped else pixels
-        return i, to_float(torch.from_numpy(pixels)[None], mean, std, size, crop.enlargement)[0]
+        return index, to_float(torch.from_numpy(pixels)[None], mean, std, size, crop.enlargement)[0]
 
 
 class PictureBatch(NamedTuple):

@@ -115,7 +115,7 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[JobAccelerator, Batch]:
 def _read_launcher(job: Job) -> Launch:
     """Read and check the launcher's settings without communication, and start watching for signals."""
     requested_precision = job.mixed_precision or typed_precision()
-    deepspeed = check_launch_config(
+    zero_config = check_launch_config(
         os.environ,
         world_size(),
         deepspeed_config=job.deepspeed_config,
@@ -124,7 +124,7 @@ def _read_launcher(job: Job) -> Launch:
     check_processes()
     batch = elastic_batch(job)
     watch.start(job.timeout_s)
-    return Launch(batch, deepspeed, "LOCAL_RANK" in os.environ and not torch.cuda.is_available())
+    return Launch(batch, zero_config, "LOCAL_RANK" in os.environ and not torch.cuda.is_available())
 
 
 def _set_environment(job: Job, launch: Launch) -> tuple["Compilation", list[str]]:
@@ -169,8 +169,8 @@ def _join_group(job: Job, launch: Launch, clip_norm: float, compilation: "Compil
             torch.zeros((), device=accelerator.device)
     assert accelerator.num_processes == batch.processes
     if batch.processes > 1 and accelerator.device.type == "cuda" and backend() == "nccl":
-        gpu = str(torch.cuda.get_device_properties(accelerator.device).uuid)
-        check_own_gpu(Channel(), rank(), batch.processes, gpu)
+        gpu_uuid = str(torch.cuda.get_device_properties(accelerator.device).uuid)
+        check_own_gpu(Channel(), rank(), batch.processes, gpu_uuid)
     accelerator.compilation = compilation
     accelerator.step_graph = chosen_step_graph(accelerator, job.step_graph)
     accelerator.short_attention = has_kernel(accelerator.device, precision(accelerator))
@@ -240,22 +240,22 @@ def _less_common_settings(accelerator: JobAccelerator, batch: Batch) -> str:
 
 
 def make_accelerator(
-    job: Job, batch: Batch, deepspeed: dict[str, Any] | None, clip_norm: float
+    job: Job, batch: Batch, zero_config: dict[str, Any] | None, clip_norm: float
 ) -> JobAccelerator:
     """Return the Accelerator for the launcher's environment and the job's flags, with compilation disabled.
 
     Args:
         job: The job's flags.
         batch: The batch arithmetic.
-        deepspeed: The DeepSpeed JSON file's content, as returned by check_launch_config(), or None.
+        zero_config: The DeepSpeed JSON file's content, as returned by check_launch_config(), or None.
         clip_norm: Maximum gradient norm for DeepSpeed's engine. 0 disables clipping.
     """
     accelerate_.print_where(is_hosts_first)
-    engines_precision = enabled_precision(deepspeed)
+    engines_precision = enabled_precision(zero_config)
     mixed_precision = chosen_precision(job.mixed_precision or engines_precision)
     accelerator = JobAccelerator(
         mixed_precision=mixed_precision,
-        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=deepspeed) if job.deepspeed_config else None,
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=zero_config) if job.deepspeed_config else None,
         dynamo_plugin=TorchDynamoPlugin(backend="no"),  # wrap() compiles the model
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=batch.accumulations, sync_with_dataloader=False
@@ -363,15 +363,15 @@ def _wrap(
     if accelerator.grad_checkpointing:
         checkpoint_activations(model)
     # Accelerate itself applies autocast for single and ddp
-    sharded = strategy(accelerator) not in ("single", "ddp")
-    if sharded and accelerator.precision.half_precision == "autocast":
+    is_sharded = strategy(accelerator) not in ("single", "ddp")
+    if is_sharded and accelerator.precision.half_precision == "autocast":
         autocast_forward(accelerator, model)
     is_exact = accelerator.deterministic and accelerator.distributed_type != DistributedType.DEEPSPEED
     if is_exact and (accelerator.device.type == "cpu" or sharding(accelerator).get("offload_params")):
         use_foreach(optimizer)  # the optimizer steps on the CPU
     elif is_exact and accelerator.scaler:  # fused SGD rounds differently if it unscales gradients
         torch_.unscale_before_step(optimizer)
-    if is_exact and not sharded:  # ExactSum replaces DDP's gradient exchange
+    if is_exact and not is_sharded:  # ExactSum replaces DDP's gradient exchange
         prepared = accelerator.prepare_model(model, evaluation_mode=True)
         prepared_optimizer = accelerator.prepare_optimizer(optimizer)
     else:

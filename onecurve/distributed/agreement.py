@@ -32,13 +32,13 @@ def agree(accelerator: Accelerator, facts: dict[str, Any]) -> None:
             the deviating ranks and their values.
     """
     local_facts = {name: json.dumps(value, sort_keys=True, default=str) for name, value in facts.items()}
-    gathered = gather_object([(socket.gethostname(), local_facts)])
+    facts_by_rank = gather_object([(socket.gethostname(), local_facts)])
     for name in local_facts:
-        values = [rank_facts.get(name) for _, rank_facts in gathered]
+        values = [rank_facts.get(name) for _, rank_facts in facts_by_rank]
         majority = Counter(values).most_common(1)[0][0]
         odd_ranks = [rank for rank, value in enumerate(values) if value != majority]
         if odd_ranks:
-            odd_host, odd_value = gathered[odd_ranks[0]][0], values[odd_ranks[0]]
+            odd_host, odd_value = facts_by_rank[odd_ranks[0]][0], values[odd_ranks[0]]
             raise ValueError(
                 f"the processes do not agree: {name} is {_difference(odd_value, majority)} on rank"
                 f" {', '.join(map(str, odd_ranks))} (host {odd_host}), but {_difference(majority, odd_value)}"
@@ -76,7 +76,7 @@ def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int, *, pe
     if this_rank == worker:
         try:
             with in_phase(f"preparing the {topic}"):
-                outcome = Reason.NONE, work(_heartbeat(channel, key_prefix))
+                outcome = Reason.NONE, work(_make_heartbeat(channel, key_prefix))
         except (ValueError, OSError) as error:
             outcome = Reason.PROBLEM, f"{error} (on host {socket.gethostname()})"
         except Preempted:
@@ -84,22 +84,22 @@ def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int, *, pe
         channel.post(f"{key_prefix}/{this_rank}", outcome)
     with in_phase(f"waiting for the {topic}"):
         outcomes: dict[int, Any] = {}
-        heartbeats, received_at, stopped_at = -1, time.monotonic(), 0.0
+        heartbeat_count, received_at, stopped_at = -1, time.monotonic(), 0.0
         while pending := workers - outcomes.keys():
             answers = {rank: channel.read(f"{key_prefix}/{rank}") for rank in pending}
             if any(answers.values()):
                 outcomes |= {rank: answer for rank, answer in answers.items() if answer}
                 continue
-            if channel.gone:
-                raise channel.gone
+            if channel.store_error:
+                raise channel.store_error
             if watch.wanted():
                 # The processes still wait for all workers' outcomes
                 channel.post(f"{key_prefix}/stop", True)
                 stopped_at = stopped_at or time.monotonic()
                 if time.monotonic() - stopped_at > UNANSWERED_S:
                     raise Preempted  # the worker has died, and the launcher will stop this process
-            if (latest_count := channel.count(f"{key_prefix}/heartbeats")) != heartbeats:
-                heartbeats, received_at = latest_count, time.monotonic()
+            if (latest_heartbeat_count := channel.count(f"{key_prefix}/heartbeats")) != heartbeat_count:
+                heartbeat_count, received_at = latest_heartbeat_count, time.monotonic()
             elif time.monotonic() - received_at > timeout_s:
                 watch.report_hang()
                 raise ValueError(
@@ -115,7 +115,7 @@ def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int, *, pe
     return outcomes[worker][1]
 
 
-def _heartbeat(channel: Channel, key_prefix: str) -> Callable[[], None]:
+def _make_heartbeat(channel: Channel, key_prefix: str) -> Callable[[], None]:
     """Return a function heartbeat() that reports progress to all processes, at most once per second.
 
     heartbeat() raises Preempted after any process has received a stop signal.
@@ -130,8 +130,8 @@ def _heartbeat(channel: Channel, key_prefix: str) -> Callable[[], None]:
             channel.count(f"{key_prefix}/heartbeats", 1)
             if channel.read(f"{key_prefix}/stop"):
                 raise Preempted
-            if channel.gone:
-                raise channel.gone
+            if channel.store_error:
+                raise channel.store_error
 
     return heartbeat
 
@@ -145,5 +145,5 @@ def _difference(value_json: str | None, other_json: str | None) -> str:
     """Return the first JSON value as text. If both values are objects, include only entries that differ."""
     value, other = json.loads(value_json or "null"), json.loads(other_json or "null")
     if isinstance(value, dict) and isinstance(other, dict):
-        return ", ".join(f"{key}={entry}" for key, entry in value.items() if other.get(key) != entry)
+        return ", ".join(f"{key}={setting}" for key, setting in value.items() if other.get(key) != setting)
     return str(value)

@@ -105,8 +105,8 @@ def chosen_compilation(flag: str | None) -> Compilation:
     """
     if flag is None:
         plugin = TorchDynamoPlugin(**_dynamo_arguments_from_config())
-        is_full, is_dynamic = bool(plugin.fullgraph), bool(plugin.dynamic)
-        compilation = Compilation(plugin.backend.value.lower(), plugin.mode, is_full, is_dynamic)
+        is_fullgraph, is_dynamic = bool(plugin.fullgraph), bool(plugin.dynamic)
+        compilation = Compilation(plugin.backend.value.lower(), plugin.mode, is_fullgraph, is_dynamic)
     else:
         compilation = Compilation("no" if flag == "no" else "inductor", flag)
     if compilation:
@@ -170,13 +170,13 @@ def _dynamo_arguments_from_config() -> dict[str, Any]:
     if not is_on("ACCELERATE_USE_DEEPSPEED") or "ACCELERATE_DYNAMO_BACKEND" in os.environ:
         return {}
     answers = accelerate_config().get("dynamo_config") or {}
-    keys = {
+    config_keys = {
         "backend": "backend",
         "mode": "mode",
         "fullgraph": "use_fullgraph",
         "dynamic": "use_dynamic",
     }
-    return {name: answers.get(f"dynamo_{key}") for name, key in keys.items()}
+    return {name: answers.get(f"dynamo_{key}") for name, key in config_keys.items()}
 
 
 def _check_backend(compilation: Compilation) -> None:

@@ -15,8 +15,8 @@ from accelerate import Accelerator
 from onecurve.system.env import is_hosts_first
 from onecurve.upstream.torch_ import default_store
 
-Answer = TypeVar("Answer")
-NONE = b"null"  # JSON value of a missing key
+StoreAnswer = TypeVar("StoreAnswer")
+MISSING = b"null"  # JSON value of a missing key
 
 
 class Reason(IntEnum):
@@ -37,7 +37,7 @@ class Channel:
 
     def __init__(self, store: dist.Store | None = None) -> None:
         self.store = store or default_store()
-        self.gone: RuntimeError | None = None
+        self.store_error: RuntimeError | None = None
 
     def clone(self) -> "Channel":
         """Return a channel for use in a different thread.
@@ -54,7 +54,7 @@ class Channel:
     def read(self, key: str) -> Any:
         """Return the key's value, or None if the key does not exist yet."""
         value_json = self._call_store(
-            lambda: self.store.get(key) if self.store.check([key]) else NONE, default=NONE
+            lambda: self.store.get(key) if self.store.check([key]) else MISSING, default=MISSING
         )
         return json.loads(value_json)
 
@@ -74,12 +74,12 @@ class Channel:
         """Add `more` to a counter that starts at 0, and return the new count."""
         return self._call_store(lambda: self.store.add(key, increment), increment)
 
-    def _call_store(self, operation: Callable[[], Answer], default: Answer) -> Answer:
+    def _call_store(self, operation: Callable[[], StoreAnswer], default: StoreAnswer) -> StoreAnswer:
         """Return the operation's result, or the default value if the store's process has died."""
         try:
             return operation()
         except RuntimeError as error:
-            self.gone = error
+            self.store_error = error
             return default
 
 
@@ -105,7 +105,7 @@ def let_main_close_first(accelerator: Accelerator, channel: Channel | None = Non
     channel, deadline = channel or Channel(), time.monotonic() + 10
     if accelerator.is_main_process:
         channel.post("closed", True)
-    while not (channel.read("closed") or channel.gone) and time.monotonic() < deadline:
+    while not (channel.read("closed") or channel.store_error) and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
@@ -123,7 +123,7 @@ class Poll:
             assert isinstance(group, dist.ProcessGroup)
             self.group = group
         self.values = torch.zeros(0, dtype=torch.int32)
-        self.work: dist.Work | None = None
+        self.reduction: dist.Work | None = None
 
     def __call__(self, *values: int) -> list[int]:
         """Start the next exchange, and return the maxima of the previous call's arguments.
@@ -134,15 +134,15 @@ class Poll:
         if self.group is None:
             return list(values)
         maxima, self.values = self.finish(), torch.tensor(values, dtype=torch.int32)
-        self.work = dist.all_reduce(self.values, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self.reduction = dist.all_reduce(self.values, dist.ReduceOp.MAX, group=self.group, async_op=True)
         return maxima
 
     def finish(self) -> list[int]:
         """Wait for the last call's maxima and return them. If no exchange is in progress, return []."""
-        if self.work is None:
+        if self.reduction is None:
             return []
-        self.work.wait()
-        self.work = None
+        self.reduction.wait()
+        self.reduction = None
         return self.values.tolist()
 
     def gather(self, value: Any) -> list[Any]:

@@ -45,7 +45,7 @@ def check_devices() -> None:
         _check_gpu_support(int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def check_own_gpu(channel: Channel, own_rank: int, processes: int, own_gpu: str) -> None:
+def check_own_gpu(channel: Channel, own_rank: int, processes: int, own_uuid: str) -> None:
     """Check that no other process uses this process's GPU, because NCCL would fail.
 
     This function is collective.
@@ -59,10 +59,10 @@ def check_own_gpu(channel: Channel, own_rank: int, processes: int, own_gpu: str)
     Raises:
         ValueError: If two processes use the same GPU.
     """
-    channel.post(f"gpu/{own_rank}", own_gpu)
-    gpu_names = [channel.wait(f"gpu/{rank}") for rank in range(processes)]
-    for rank, gpu_name in enumerate(gpu_names):
-        if gpu_name == own_gpu and rank != own_rank:
+    channel.post(f"gpu/{own_rank}", own_uuid)
+    gpu_uuids = [channel.wait(f"gpu/{rank}") for rank in range(processes)]
+    for rank, gpu_uuid in enumerate(gpu_uuids):
+        if gpu_uuid == own_uuid and rank != own_rank:
             raise ValueError(
                 f"ranks {own_rank} and {rank} use the same GPU. Start only one process per GPU. {REHEARSE}"
             )
@@ -174,8 +174,8 @@ def rehearse_on_cpu(backend: str = "gloo") -> None:
     if is_on("ACCELERATE_USE_DEEPSPEED"):
         deepspeed_.use_gloo()
         deepspeed_.allow_fp16_on_cpu()
-    sharded = is_on("ACCELERATE_USE_FSDP") or is_on("ACCELERATE_USE_DEEPSPEED")
-    accelerate_.set_backend(backend, DistributedType.MULTI_GPU if sharded else DistributedType.MULTI_CPU)
+    is_sharded = is_on("ACCELERATE_USE_FSDP") or is_on("ACCELERATE_USE_DEEPSPEED")
+    accelerate_.set_backend(backend, DistributedType.MULTI_GPU if is_sharded else DistributedType.MULTI_CPU)
     accelerate_.set_device_to_cpu()
 
 

@@ -2,7 +2,7 @@
 
 A sum of fp32 numbers depends on the order of additions, and therefore on how work is distributed among
 processes. To avoid this dependence, each micro-batch's gradient is rounded to multiples of 1 / UNIT and
-accumulated in float64. The 53 bits of a float64 represent every sum of multiples of 1 / UNIT below LIMIT
+accumulated in float64. The 53 bits of a float64 represent every sum of multiples of 1 / UNIT below MAX_SUM
 exactly. Additions are therefore exact within and between processes, for DDP's buckets and FSDP2's shards.
 Only the final sum is rounded to fp32. This module uses float64 instead of int64, which has the same size,
 because FSDP2 can be configured to reduce in float64. A step with a single micro-batch needs no exact sum,
@@ -30,10 +30,10 @@ from onecurve.upstream.torch_ import multiply_, norms, unscale_before_step
 UNIT = 2.0**40  # number of units in 1.0; Adam's epsilon, 1e-8, equals 11,000 units
 # Maximum sum of gradient magnitudes over a step's micro-batches. The limit is approximate, because
 # comparisons use fp32.
-LIMIT = 2.0**52 / UNIT
+MAX_SUM = 2.0**52 / UNIT
 LOSS_UNIT = 2.0**28
-BUCKET = 2**22  # number of gradient elements per exchange; 32 MiB
-CACHED = 2**16  # number of gradient elements that a CPU processes at a time; 512 KiB
+BUCKET_SIZE = 2**22  # number of gradient elements per exchange; 32 MiB
+CPU_CHUNK = 2**16  # number of gradient elements that a CPU processes at a time; 512 KiB
 
 
 def exact_sum(values: Tensor) -> Tensor:
@@ -61,54 +61,54 @@ class Bucket:
     parameter's .grad becomes None, as usual in torch.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], numbers: list[int], device: torch.device):
+    def __init__(self, parameters: list[nn.Parameter], parameter_indices: list[int], device: torch.device):
         # `numbers` contains the parameters' indices in the model.
-        self.parameters, self.numbers = parameters, numbers
-        self.sizes = [p.numel() for p in parameters]
+        self.parameters, self.parameter_indices = parameters, parameter_indices
+        self.sizes = [parameter.numel() for parameter in parameters]
         self.total = torch.zeros(sum(self.sizes) + len(parameters), dtype=torch.float64, device=device)
         self.sums, self.gradient_counts = self.total.split([sum(self.sizes), len(parameters)])
-        self.work: Any = None  # handle of the exchange in progress
+        self.reduction: Any = None  # handle of the exchange in progress
         # Indices of parameters whose gradient from this micro-batch has not been added yet
         self.arrived: set[int] = set()
-        self.seen: set[int] = set()  # indices of parameters with a gradient in this process in this step
+        self.touched: set[int] = set()  # indices of parameters with a gradient in this process in this step
         self.is_added = False  # True once this micro-batch's gradients have been added
 
-    def take(self, flat: Tensor) -> None:
-        """Move a micro-batch's gradients to `flat`, in the memory order of the parameters' elements."""
+    def take_gradients(self, units: Tensor) -> None:
+        """Move a micro-batch's gradients to `units`, in the memory order of the parameters' elements."""
         pairs = zip(self.parameters, self.sizes, strict=True)
         gradients = [
-            flat.new_zeros(size) if parameter.grad is None else _flat_view(parameter.grad)
+            units.new_zeros(size) if parameter.grad is None else _flat_view(parameter.grad)
             for parameter, size in pairs
         ]
-        torch.cat(gradients, out=flat)
+        torch.cat(gradients, out=units)
         for parameter in self.parameters:
             parameter.grad = None
 
     def end_micro_batch(self) -> None:
         """Record that this micro-batch's gradients have been added."""
-        self.seen |= self.arrived
+        self.touched |= self.arrived
         self.arrived.clear()
         self.is_added = True
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Discard the current step's state, even if the step is unfinished, and begin the next step."""
-        self.work, self.seen, self.is_added = None, set(), False
+        self.reduction, self.touched, self.is_added = None, set(), False
         self.arrived.clear()
 
     def exchange(self) -> None:
         """Start the exchange of gradient sums between processes."""
-        if not self.seen:
+        if not self.touched:
             self.sums.zero_()
         self.gradient_counts.fill_(1)
-        for i in self._missing():
-            self.gradient_counts[i] = 0
-        self.work = dist.all_reduce(self.total, async_op=True)
+        for index in self._missing():
+            self.gradient_counts[index] = 0
+        self.reduction = dist.all_reduce(self.total, async_op=True)
 
     def finish(self, unit: float | Tensor) -> None:
         """Wait for the exchange, set the parameters' gradients, and begin the next step."""
         missing = self._missing()
-        if self.work:
-            self.work.wait()
+        if self.reduction:
+            self.reduction.wait()
             if missing:  # the host waits for the device only here
                 counts = self.gradient_counts.tolist()
                 missing = {index for index in missing if not counts[index]}
@@ -116,10 +116,10 @@ class Bucket:
         for index, (parameter, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
             is_missing = index in missing
             parameter.grad = None if is_missing else gradient.as_strided(parameter.shape, parameter.stride())
-        self.work, self.seen = None, set()
+        self.reduction, self.touched = None, set()
 
     def _missing(self) -> set[int]:
-        return set(range(len(self.parameters))) - self.seen
+        return set(range(len(self.parameters))) - self.touched
 
 
 class ExactSum:
@@ -133,11 +133,11 @@ class ExactSum:
     def __init__(self, accelerator: Accelerator, model: nn.Module):
         self.accelerator, device = accelerator, accelerator.device
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self.names, self.numbers = list(trained), sum(parameter.numel() for parameter in trained.values())
+        self.names, self.elements = list(trained), sum(parameter.numel() for parameter in trained.values())
         self.micro_batches = accelerator.gradient_accumulation_steps * accelerator.num_processes
         self.zero, self.one = torch.zeros((), device=device), torch.ones((), device=device)
         # Buckets are large on a GPU, so that few kernels are launched
-        self.chunk = CACHED if device.type == "cpu" else 2 * BUCKET
+        self.chunk_size = CPU_CHUNK if device.type == "cpu" else 2 * BUCKET_SIZE
         self.unit: float | Tensor = UNIT  # with fp16, UNIT divided by the loss scale (a power of two)
         # Each parameter's maximum gradient magnitude in this process in this step. A NaN gradient results in
         # NaN.
@@ -148,9 +148,9 @@ class ExactSum:
         # First step in which each parameter's gradient was too large
         self.failed = torch.full_like(self.max_magnitudes, math.inf)
         self.buckets: list[Bucket] = []
-        self.exchanged = 0  # number of buckets exchanged in this step
+        self.next_bucket = 0  # number of buckets exchanged in this step
         self.arrived: set[int] = set()  # indices of parameters with a gradient in this step, under FSDP2
-        self.digest = 0  # hash of `arrived` over all steps
+        self.arrival_digest = 0  # hash of `arrived` over all steps
         if strategy(accelerator) == "fsdp":
             self._register_shard_hooks(model)
         else:
@@ -182,14 +182,14 @@ class ExactSum:
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Run a block that captures a step, and then reset the host's counters, even if the capture fails."""
-        digest = self.digest
+        digest = self.arrival_digest
         try:
             yield
         finally:
-            self.digest, self.exchanged, self.norms = digest, 0, [self.zero] * len(self.names)
+            self.arrival_digest, self.next_bucket, self.norms = digest, 0, [self.zero] * len(self.names)
             self.arrived.clear()
             for bucket in self.buckets:
-                bucket.forget()
+                bucket.reset()
 
     def check(self, step: int) -> None:
         """Check the gradients of all steps since the last call.
@@ -206,13 +206,13 @@ class ExactSum:
         failed = self.failed.clone()
         self._reduce_in_place(failed, dist.ReduceOp.MIN)
         minimum = failed.min(0)
-        results = torch.stack([minimum.values, minimum.indices, self.steps])
-        first_failed_step, parameter_index, steps = results.tolist()
+        summary = torch.stack([minimum.values, minimum.indices, self.steps])
+        first_failed_step, parameter_index, steps = summary.tolist()
         if first_failed_step < math.inf:
             name, failed_step = self.names[int(parameter_index)], step - int(steps - first_failed_step)
             raise FloatingPointError(
                 f"the gradient of {name} at step {failed_step} is not finite or exceeds"
-                f" {LIMIT / self.micro_batches:g} in a micro-batch, so --deterministic can't add it exactly"
+                f" {MAX_SUM / self.micro_batches:g} in a micro-batch, so --deterministic can't add it exactly"
             )
         self.steps.zero_()
         self.failed.fill_(math.inf)
@@ -224,7 +224,7 @@ class ExactSum:
 
         This error can occur because FSDP2 exchanges whichever gradients a process has computed.
         """
-        digests = torch.tensor([self.digest, -self.digest], device=self.accelerator.device)
+        digests = torch.tensor([self.arrival_digest, -self.arrival_digest], device=self.accelerator.device)
         self._reduce_in_place(digests, dist.ReduceOp.MIN)
         smallest, negated_largest = digests.tolist()
         if smallest != -negated_largest:
@@ -236,16 +236,16 @@ class ExactSum:
     def _register_bucket_hooks(self, parameters: list[nn.Parameter]) -> None:
         """Assign the parameters to buckets, last layers first, because the backward pass uses this order."""
         last_first = list(reversed(range(len(parameters))))
-        for group in _group_indices([parameters[position].numel() for position in last_first], BUCKET):
+        for group in _group_indices([parameters[position].numel() for position in last_first], BUCKET_SIZE):
             parameter_indices = [last_first[position] for position in group]
-            members = [parameters[index] for index in parameter_indices]
-            bucket = Bucket(members, parameter_indices, self.accelerator.device)
+            bucket_parameters = [parameters[index] for index in parameter_indices]
+            bucket = Bucket(bucket_parameters, parameter_indices, self.accelerator.device)
             self.buckets.append(bucket)
             for index, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket, index))
         longest_bucket = max(len(bucket.sums) for bucket in self.buckets)
         # Buffer for one bucket's gradients
-        self.flat = torch.empty(longest_bucket, device=self.accelerator.device)
+        self.units = torch.empty(longest_bucket, device=self.accelerator.device)
 
     def _on_gradient(self, bucket: Bucket, index: int, _parameter: nn.Parameter) -> None:
         """Add a bucket's gradients once all have arrived, and exchange complete buckets in order."""
@@ -253,26 +253,26 @@ class ExactSum:
         if len(bucket.arrived) == len(bucket.parameters):
             self._add_bucket(bucket)
             if self.accelerator.sync_gradients and self.accelerator.num_processes > 1:
-                while self.exchanged < len(self.buckets) and self.buckets[self.exchanged].is_added:
+                while self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].is_added:
                     self._exchange_next()
 
     def _add_bucket(self, bucket: Bucket) -> None:
         """Add a bucket's gradients from one micro-batch, using few operations on long tensors."""
-        units = self.flat[: len(bucket.sums)]
-        bucket.take(units)
+        units = self.units[: len(bucket.sums)]
+        bucket.take_gradients(units)
         magnitudes = norms(units.split(bucket.sizes), math.inf)
-        for parameter_index, norm in zip(bucket.numbers, magnitudes, strict=True):
+        for parameter_index, norm in zip(bucket.parameter_indices, magnitudes, strict=True):
             self.norms[parameter_index] = norm
-        assert not bucket.work, "a parameter received two gradients in one micro-batch"
-        for chunk, sums in zip(units.split(self.chunk), bucket.sums.split(self.chunk), strict=True):
+        assert not bucket.reduction, "a parameter received two gradients in one micro-batch"
+        for chunk, sums in zip(units.split(self.chunk_size), bucket.sums.split(self.chunk_size), strict=True):
             self._to_units(chunk, out=chunk)
-            sums.add_(chunk) if bucket.seen else sums.copy_(chunk)
+            sums.add_(chunk) if bucket.touched else sums.copy_(chunk)
         bucket.end_micro_batch()
 
     def _exchange_next(self) -> None:
         """Start the exchange of the next bucket. All processes exchange buckets in the same order."""
-        self.buckets[self.exchanged].exchange()
-        self.exchanged += 1
+        self.buckets[self.next_bucket].exchange()
+        self.next_bucket += 1
 
     def _register_shard_hooks(self, model: nn.Module) -> None:
         """Make FSDP2 sum the rounded gradients instead of averaging them."""
@@ -312,14 +312,14 @@ class ExactSum:
     @torch.no_grad()
     def _end_step(self) -> None:
         if self.accelerator.num_processes > 1:
-            while self.exchanged < len(self.buckets):  # exchange the buckets with missing gradients
+            while self.next_bucket < len(self.buckets):  # exchange the buckets with missing gradients
                 self._exchange_next()
         for bucket in self.buckets:
             bucket.finish(self.unit)
-        self.exchanged = 0
-        self.digest = hash((self.digest, *sorted(self.arrived)))
+        self.next_bucket = 0
+        self.arrival_digest = hash((self.arrival_digest, *sorted(self.arrived)))
         self.arrived.clear()
-        is_exact = self.max_magnitudes * self.unit <= LIMIT * UNIT / self.micro_batches
+        is_exact = self.max_magnitudes * self.unit <= MAX_SUM * UNIT / self.micro_batches
         if self.accelerator.scaler is not None:
             # The scaler skips steps with non-finite gradients.
             is_exact |= ~self.max_magnitudes.isfinite()
@@ -338,11 +338,11 @@ class ExactSum:
         self._reduce_in_place(largest, dist.ReduceOp.MAX)
         largest = largest.clamp(min=1e-300)
         replicas = sharding(self.accelerator).get("replicas", 1)
-        unit = 2.0 ** (53 - (self.numbers * replicas).bit_length())
-        chunks = [chunk for gradient in grads for chunk in _flat_view(gradient).split(self.chunk)]
+        unit = 2.0 ** (53 - (self.elements * replicas).bit_length())
+        chunks = [chunk for gradient in grads for chunk in _flat_view(gradient).split(self.chunk_size)]
         no_offset, sums = torch.zeros(3, dtype=torch.float64, device=grads[0].device).split([1, 2])
         divisor = largest.to(sums.device).view(1)  # a 1-D tensor, so that the quotient is float64
-        for group in _group_indices([len(chunk) for chunk in chunks], min(self.chunk, BUCKET)):
+        for group in _group_indices([len(chunk) for chunk in chunks], min(self.chunk_size, BUCKET_SIZE)):
             values = torch.cat([chunks[chunk_index] for chunk_index in group])
             high, low = high_and_low = sums.new_empty(2, len(values))
             torch.div(values, divisor, out=low)

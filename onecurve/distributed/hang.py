@@ -30,11 +30,12 @@ from onecurve.upstream.torch_ import flight_record
 if TYPE_CHECKING:
     from onecurve.distributed.channel import Channel
 
-Evidence = dict[str, Any]  # one rank's report, created by evidence()
+Evidence = dict[str, Any]  # one rank's report, created by rank_evidence()
 KEPT = 256  # number of collectives that torch records; reading the default of 2,000 takes 35 ms or more
-REPLAY, GRAPH = "replay", "graph"  # operation name and group name of a graph replay in the evidence
-COLUMNS = ("rank", "host", "phase", "step", "where", "last collective", "last heartbeat")
-REPORTING = ("hang.py", "watch.py")  # stack frames in these files, which create the report, are skipped
+# Operation name and group name of a graph replay in the evidence
+REPLAY_OPERATION, REPLAY_GROUP = "replay", "graph"
+TABLE_COLUMNS = ("rank", "host", "phase", "step", "where", "last collective", "last heartbeat")
+REPORT_FILES = ("hang.py", "watch.py")  # stack frames in these files, which create the report, are skipped
 ANSWER_S = 1.0  # seconds to wait for other ranks' answers
 
 
@@ -49,7 +50,7 @@ def record_collectives() -> None:
         os.environ.setdefault(name, "0")
 
 
-def collectives() -> list[dict[str, Any]]:
+def recorded_collectives() -> list[dict[str, Any]]:
     """Return the collectives in torch's flight recorder and the tracked graph replay, oldest first.
 
     Each entry contains the keys op, group, number, age_s and is_done. The recorder counts `number` separately
@@ -57,35 +58,40 @@ def collectives() -> list[dict[str, Any]]:
     inside a CUDA graph.
     """
     entries = flight_record()
-    unique = {(e["profiling_name"], e["process_group"][0], e["record_id"]): e for e in entries}
+    unique = {(row["profiling_name"], row["process_group"][0], row["record_id"]): row for row in entries}
     recorded = [
         {
-            "op": e["profiling_name"],
-            "group": e["process_group"][0],
-            "number": e["collective_seq_id"],
-            "age_s": time.time() - e["time_created_ns"] / 1e9,
-            "is_done": e["retired"] or e["state"] == "completed",
+            "op": row["profiling_name"],
+            "group": row["process_group"][0],
+            "number": row["collective_seq_id"],
+            "age_s": time.time() - row["time_created_ns"] / 1e9,
+            "is_done": row["retired"] or row["state"] == "completed",
         }
-        for e in sorted(unique.values(), key=lambda e: e["time_created_ns"])
-        if not e["is_p2p"]
+        for row in sorted(unique.values(), key=lambda row: row["time_created_ns"])
+        if not row["is_p2p"]
     ]
-    return sorted(recorded + _replay(), key=lambda entry: -entry["age_s"])
+    return sorted(recorded + _replay_entries(), key=lambda entry: -entry["age_s"])
 
 
-def _replay() -> list[dict[str, Any]]:
+def _replay_entries() -> list[dict[str, Any]]:
     """Return a list that describes the tracked graph replay like a collective, or an empty list."""
     if (replay := now.replay) is None:
         return []
-    entry = {"op": REPLAY, "group": GRAPH, "number": replay.launched, "age_s": time.time() - replay.since}
+    entry = {
+        "op": REPLAY_OPERATION,
+        "group": REPLAY_GROUP,
+        "number": replay.launched,
+        "age_s": time.time() - replay.since,
+    }
     return [entry | {"is_done": replay.is_done()}]
 
 
-def evidence(rank: int, hosts: list[str]) -> Evidence:
+def rank_evidence(rank: int, hosts: list[str]) -> Evidence:
     """Return this process's evidence as JSON-serialisable values.
 
     The evidence names files, lines and functions, but contains no variables.
     """
-    recorded = collectives()
+    recorded = recorded_collectives()
     return {
         "rank": rank,
         "host": hosts[rank],
@@ -108,13 +114,13 @@ def _innermost_project_frame(frame: FrameType | None) -> str:
     while frame:
         file = Path(frame.f_code.co_filename).absolute()
         root = next((root for root in roots if file.is_relative_to(root)), None)
-        if root and "site-packages" not in file.parts and file.name not in REPORTING:
+        if root and "site-packages" not in file.parts and file.name not in REPORT_FILES:
             return f"{file.relative_to(root)}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     return "-"
 
 
-def stacks() -> str:
+def stack_traces() -> str:
     """Return the stack traces of all threads in this process."""
     with contextlib.suppress(OSError), tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
@@ -133,7 +139,7 @@ def hang_table(reports: Sequence[Evidence]) -> list[str]:
     rows = {row["rank"]: row for row in reports}
     hosts = max((row.get("hosts", []) for row in reports), key=len)
     heartbeat_ages = _time_since_heartbeat(reports)
-    table_rows = [list(COLUMNS)]
+    table_rows = [list(TABLE_COLUMNS)]
     for rank, host in enumerate(hosts):
         if (row := rows.get(rank)) is None:
             table_rows.append([str(rank), host, "silent", "-", "-", "-", heartbeat_ages.get(rank, "unknown")])
@@ -142,39 +148,41 @@ def hang_table(reports: Sequence[Evidence]) -> list[str]:
         table_rows.append([str(rank), row["host"], row["phase"], step, row["where"], last_collective, "now"])
     widths = [max(map(len, column)) for column in zip(*table_rows, strict=True)]
     lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table_rows]
-    return [f"the job hangs: {awaited(rows, hosts)}", *lines]
+    return [f"the job hangs: {hang_cause(rows, hosts)}", *lines]
 
 
-def awaited(rows: dict[int, Evidence], hosts: Sequence[str]) -> str:
+def hang_cause(reports: dict[int, Evidence], hosts: Sequence[str]) -> str:
     """Return a phrase that names the blocking ranks.
 
     Args:
-        rows: Evidence from the ranks that answered, by rank.
+        reports: Evidence from the ranks that answered, by rank.
         hosts: Host of each rank.
     """
-    if silent := [rank for rank in range(len(hosts)) if rank not in rows]:
+    if silent := [rank for rank in range(len(hosts)) if rank not in reports]:
         verb = "is" if len(silent) == 1 else "are"
         names = _rank_names(silent, hosts)
         return f"{names} {verb} silent: a signal stopped the process, or the host is unreachable"
-    waits = {rank: row["waits"][0] for rank, row in rows.items() if row["waits"]}
+    waits = {rank: row["waits"][0] for rank, row in reports.items() if row["waits"]}
     if not waits:
         return "no rank is waiting in a collective"
     late_ranks = {
         rank
         for wait in waits.values()
-        for rank, row in rows.items()
+        for rank, row in reports.items()
         if row["sequence"].get(wait["group"], wait["number"]) < wait["number"]
         # Hosts may enqueue different numbers of replays in advance
-        and not (wait["group"] == GRAPH and rank in waits)
+        and not (wait["group"] == REPLAY_GROUP and rank in waits)
     }
-    if blocking_ranks := sorted(late_ranks) or sorted(rows.keys() - waits.keys()):
-        positions = {f"{rows[rank]['phase']} at {rows[rank]['where']}" for rank in blocking_ranks}
+    if blocking_ranks := sorted(late_ranks) or sorted(reports.keys() - waits.keys()):
+        positions = {f"{reports[rank]['phase']} at {reports[rank]['where']}" for rank in blocking_ranks}
         ops = sorted({wait["op"] for rank, wait in waits.items() if rank not in blocking_ranks})
         verb = "has" if len(blocking_ranks) == 1 else "have"
         problem = f"{verb} not reached {', '.join(ops)}, where" if ops else f"{verb} stopped, and"
         names = _rank_names(blocking_ranks, hosts)
         return f"{names} {problem} other ranks wait: {'; '.join(sorted(positions))}"
-    distinct_waits = {(wait["op"], wait["number"] * (wait["group"] != GRAPH)) for wait in waits.values()}
+    distinct_waits = {
+        (wait["op"], wait["number"] * (wait["group"] != REPLAY_GROUP)) for wait in waits.values()
+    }
     if len(distinct_waits) > 1:
         calls = [f"rank {rank} in {wait['op']} {wait['number']}" for rank, wait in sorted(waits.items())]
         return f"the ranks are waiting in different collectives: {', '.join(calls)}"
@@ -214,22 +222,22 @@ class HangReport:
 
     def __init__(self, job: str, rank: int, hosts: list[str], channel: "Channel"):
         self._rank, self._hosts, self._channel = rank, hosts, channel
-        self._question, self._alive = f"{job}/hang", f"{job}/alive"  # key prefixes in the store
+        self._question_key, self._alive_key = f"{job}/hang", f"{job}/alive"  # key prefixes in the store
         self._stacks_folder = Path(tempfile.gettempdir()) / f"hang-{job[:8]}"
         self._lock = threading.Lock()
         self._evidence: Evidence | None = None
         self._has_answered = False
-        self.is_made = False
+        self.is_published = False
 
     def beat(self, channel: "Channel") -> None:
         """Send a heartbeat to the store."""
-        channel.post(f"{self._alive}/{self._rank}", time.time())
+        channel.post(f"{self._alive_key}/{self._rank}", time.time())
 
     def answer(self, channel: "Channel") -> None:
         """Send this rank's evidence if another rank has requested evidence."""
-        if not self._has_answered and channel.read(self._question) is not None:
+        if not self._has_answered and channel.read(self._question_key) is not None:
             self._has_answered = True
-            channel.post(f"{self._question}/{self._rank}", self._publish_evidence())
+            channel.post(f"{self._question_key}/{self._rank}", self._publish_evidence())
 
     def make(self) -> None:
         """Report this rank's evidence, request other ranks' evidence, and show the table.
@@ -237,14 +245,14 @@ class HangReport:
         Only the first call has an effect.
         """
         with self._lock:
-            if self.is_made:
+            if self.is_published:
                 return
-            self.is_made = True
+            self.is_published = True
         rows = {self._rank: self._publish_evidence()}
-        asking = start_daemon(lambda: self._collect_evidence(rows))
+        collection = start_daemon(lambda: self._collect_evidence(rows))
         is_first = True
         with contextlib.suppress(TimeoutError):  # the store may not answer
-            is_first = asking.result(2 * ANSWER_S)
+            is_first = collection.result(2 * ANSWER_S)
         report("hang", **rows[self._rank])  # this second report includes silent ranks' last heartbeats
         if EVENTS_FILE not in os.environ and is_first:
             lines = hang_table(list(rows.values()))
@@ -254,15 +262,15 @@ class HangReport:
     def _collect_evidence(self, rows: dict[int, Evidence]) -> bool:
         """Add other ranks' evidence to `rows`. Return False if another rank requested evidence earlier."""
         channel = self._channel
-        is_first = channel.first(self._question, self._rank) == self._rank
+        is_first = channel.first(self._question_key, self._rank) == self._rank
         deadline = time.monotonic() + ANSWER_S
         while (missing := set(range(len(self._hosts))) - rows.keys()) and time.monotonic() < deadline:
             for rank in missing:
-                if answer := channel.read(f"{self._question}/{rank}"):
+                if answer := channel.read(f"{self._question_key}/{rank}"):
                     rows[rank] = answer
             time.sleep(0.1)
         for rank in missing:
-            if alive_at := channel.read(f"{self._alive}/{rank}"):
+            if alive_at := channel.read(f"{self._alive_key}/{rank}"):
                 rows[self._rank]["silent_s"][rank] = time.time() - alive_at
         return is_first
 
@@ -273,10 +281,10 @@ class HangReport:
         """
         with self._lock:
             if self._evidence is None:
-                self._evidence, text = evidence(self._rank, self._hosts), stacks()
-                report("hang", **self._evidence, stacks=text)
+                self._evidence, traces = rank_evidence(self._rank, self._hosts), stack_traces()
+                report("hang", **self._evidence, stacks=traces)
                 if EVENTS_FILE not in os.environ:
                     with contextlib.suppress(OSError):
                         self._stacks_folder.mkdir(mode=0o700, exist_ok=True)
-                        (self._stacks_folder / f"rank_{self._rank}.txt").write_text(text)
+                        (self._stacks_folder / f"rank_{self._rank}.txt").write_text(traces)
             return self._evidence

@@ -20,17 +20,17 @@ from onecurve.system.paths import ROOT
 from onecurve.system.text import did_you_mean
 
 # Environment variables in which MPI launchers store the number of processes
-MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+MPI_SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 # Keys that belong in the DeepSpeed JSON file instead of the accelerate config, if the config refers to one
-IN_JSON = (
+JSON_KEYS = (
     *("mixed_precision", "zero_stage", "gradient_clipping", "gradient_accumulation_steps"),
     *("offload_optimizer_device", "offload_param_device", "zero3_save_16bit_model"),
 )
-SCRIPTS_OWN = ("optimizer", "scheduler")  # DeepSpeed JSON sections whose content the script determines
+SCRIPT_KEYS = ("optimizer", "scheduler")  # DeepSpeed JSON sections whose content the script determines
 
 
 @cache
-def supported() -> dict[str, dict[str, Any]]:
+def supported_settings() -> dict[str, dict[str, Any]]:
     """Return supported.yaml's content."""
     import yaml
 
@@ -59,7 +59,7 @@ def check_launch_config(
         ValueError: If an answer is not supported. The message names the first unsupported answer.
     """
     env = {"FSDP_VERSION": "1", **env}  # Accelerate's default
-    for switch, answers in supported()["answers"].items():
+    for switch, answers in supported_settings()["answers"].items():
         for key, (variable, *limits) in answers.items():
             value = env.get(variable)
             is_active = switch == "always" or is_on(switch, env)
@@ -79,11 +79,11 @@ def check_launch_config(
         )
     if deepspeed_config:
         _check_launcher(env, deepspeed_config)
-        return _read_deepspeed("--deepspeed_config", deepspeed_config, precision)
+        return _read_deepspeed_config("--deepspeed_config", deepspeed_config, precision)
     if config_uses_deepspeed:
         file = env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
         _check_deepspeed_answers(env, file)
-        return None if file == "none" else _read_deepspeed("deepspeed_config_file", file, precision)
+        return None if file == "none" else _read_deepspeed_config("deepspeed_config_file", file, precision)
     return None
 
 
@@ -108,7 +108,7 @@ def _check_processes(env: Mapping[str, str]) -> None:
             " part of each batch. Start the script with torchrun, or unset these environment variables."
         )
     advice = "choose multi-GPU, which also supports a rehearsal with several CPU processes"
-    if any(int(env.get(name) or 1) > 1 for name in MPI_SIZES):
+    if any(int(env.get(name) or 1) > 1 for name in MPI_SIZE_VARIABLES):
         refuse("mpirun_config: yes", advice)
     if is_on("ACCELERATE_USE_CPU", env) and "MASTER_PORT" in env:
         refuse("distributed_type: MULTI_CPU", f"MULTI_CPU would start only one process. Instead, {advice}")
@@ -148,11 +148,11 @@ def _check_deepspeed_answers(env: Mapping[str, str], file: str) -> None:
             )
         return
     fields = env.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
-    if duplicates := [name for name in IN_JSON if name in fields]:
+    if duplicates := [name for name in JSON_KEYS if name in fields]:
         refuse(f"{duplicates[0]} next to deepspeed_config_file: {file}", f"set it in {file}")
 
 
-def _read_deepspeed(name: str, file: str, precision: str | None = None) -> dict[str, Any]:
+def _read_deepspeed_config(name: str, file: str, precision: str | None = None) -> dict[str, Any]:
     """Return a DeepSpeed JSON file's content.
 
     Args:
@@ -201,12 +201,12 @@ def _read_deepspeed(name: str, file: str, precision: str | None = None) -> dict[
 
 def _unsupported_keys(section: dict[str, Any], name: str) -> Iterator[str]:
     """Yield each unsupported key in a section, followed by advice."""
-    known = " ".join(supported()["deepspeed"][name]).split()
+    known = " ".join(supported_settings()["deepspeed"][name]).split()
     for key, value in section.items():
         is_off = value in (None, False) or (isinstance(value, dict) and value.get("enabled") is False)
-        if key in known or is_off or (not name and key in SCRIPTS_OWN and _is_all_auto(value)):
+        if key in known or is_off or (not name and key in SCRIPT_KEYS and _is_all_auto(value)):
             continue
-        advice = did_you_mean(key, known) or supported()["deepspeed_advice"].get(key, "remove it")
+        advice = did_you_mean(key, known) or supported_settings()["deepspeed_advice"].get(key, "remove it")
         yield f"{name}.{key} ({advice})" if name else f"{key} ({advice})"
 
 
@@ -223,7 +223,7 @@ def _is_all_auto(section: Any) -> bool:
 def settle_auto(config: dict[str, Any]) -> list[str]:
     """Replace the remaining "auto" values in a DeepSpeed config in place, and return remarks for the user."""
     remarks = []
-    if removed := [key for key in SCRIPTS_OWN if config.pop(key, None)]:
+    if removed := [key for key in SCRIPT_KEYS if config.pop(key, None)]:
         sections = " and ".join(removed)
         remarks.append(
             f'using the script\'s {sections}, because the DeepSpeed config sets {sections} to "auto"'
@@ -231,10 +231,10 @@ def settle_auto(config: dict[str, Any]) -> list[str]:
     zero_section = config.get("zero_optimization", {})
     if auto_keys := [key for key, value in zero_section.items() if value == "auto"]:
         shipped_file = f"ds_configs/zero{zero_section['stage']}.json"
-        shipped = json.loads((ROOT / shipped_file).read_text())["zero_optimization"]
+        shipped_section = json.loads((ROOT / shipped_file).read_text())["zero_optimization"]
         for key in auto_keys:
             del zero_section[key]  # use DeepSpeed's default
-        zero_section |= {key: shipped[key] for key in auto_keys if key in shipped}
+        zero_section |= {key: shipped_section[key] for key in auto_keys if key in shipped_section}
         descriptions = ", ".join(f"{key} {zero_section.get(key, 'by default')}" for key in auto_keys)
         remarks.append(
             f'using {descriptions}, as in {shipped_file}, because DeepSpeed can compute "auto" only from the'
@@ -266,8 +266,11 @@ def enabled_precision(config: dict[str, Any] | None) -> str | None:
 
     If the result is None, the flag and the device determine the precision.
     """
-    enabled = _enabled_by_precision(config or {})
-    return next((dtype for dtype, is_on in enabled.items() if is_on), "no" if "bf16" in enabled else None)
+    enabled_by_precision = _enabled_by_precision(config or {})
+    return next(
+        (dtype for dtype, is_enabled in enabled_by_precision.items() if is_enabled),
+        "no" if "bf16" in enabled_by_precision else None,
+    )
 
 
 def _enabled_by_precision(config: dict[str, Any]) -> dict[str, bool]:
@@ -297,12 +300,12 @@ def disable_meaningless(rehearsal: bool) -> list[str]:
 
 def check_wrapped_classes(model: Any) -> None:
     """Raise ValueError if the config tells FSDP2 to wrap a class that the model does not contain."""
-    names = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
-    if not names or not is_on("ACCELERATE_USE_FSDP"):
+    wrapped_names = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
+    if not wrapped_names or not is_on("ACCELERATE_USE_FSDP"):
         return
-    classes = {type(module).__name__ for module in model.modules()}
-    for name in names.split(","):
-        if name not in classes:
+    class_names = {type(module).__name__ for module in model.modules()}
+    for name in wrapped_names.split(","):
+        if name not in class_names:
             refuse(
                 f"fsdp_transformer_layer_cls_to_wrap: {name}",
                 "the model contains no layer of this class. Remove the key",

@@ -28,9 +28,9 @@ from torch.optim import Optimizer
 from onecurve.upstream import deepspeed_
 
 # One entry per local tensor; None if the optimizer keeps no such state for it
-Local = Sequence[Tensor | None]
+LocalTensors = Sequence[Tensor | None]
 # Maps a group's whole parameters to one process's shards or flat partition
-Arrange = Callable[[list[Tensor]], list[Tensor]]
+Arrangement = Callable[[list[Tensor]], list[Tensor]]
 
 
 class Piece(NamedTuple):
@@ -49,7 +49,7 @@ class Layout:
     """
 
     # Name for the shards or partitions that the optimizer updates, or "" if it updates whole parameters
-    parts = ""
+    partition_name = ""
     is_flat = False
 
     def __init__(self, model: nn.Module, optimizer: AcceleratedOptimizer):
@@ -64,9 +64,11 @@ class Layout:
         }
         # Local fp32 tensors, in the order of self.states()
         self.local = [to_local(key.detach()) for key in self._state_keys()]
-        self.inner = self._script_optimizer()  # the optimizer that the script created
-        self.pieces = {name: self._piece_of(parameter) for name, parameter in all_parameters.items()}
-        self.constants = copy.deepcopy([group_values(group) for group in self.inner.param_groups])
+        self.script_optimizer = self._script_optimizer()  # the optimizer that the script created
+        self.piece_of = {name: self._piece_of(parameter) for name, parameter in all_parameters.items()}
+        self.initial_settings = copy.deepcopy(
+            [group_settings(group) for group in self.script_optimizer.param_groups]
+        )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the whole trained parameters, by name."""
@@ -92,49 +94,49 @@ class Layout:
         """Return the shapes of the whole frozen parameters, by name."""
         return {name: self._whole_shape(parameter) for name, parameter in self.frozen.items()}
 
-    def own(self, local: Local) -> Iterator[tuple[str, Tensor]]:
+    def views(self, local: LocalTensors) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and this process's piece of each trained parameter that has this state."""
         for tensor, members in zip(local, self.members(), strict=True):
             if tensor is None:
                 continue
             for name in members:
-                _, length, offset = self.pieces[name]
+                _, length, offset = self.piece_of[name]
                 yield name, tensor[offset : offset + length] if self.is_flat else tensor
 
-    def own_frozen(self) -> Iterator[tuple[str, Tensor]]:
+    def frozen_views(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and this process's piece of each frozen parameter."""
         for name, parameter in self.frozen.items():
             yield name, to_local(parameter.detach())
 
-    def fill(self, own: Iterable[tuple[str, Tensor]], whole: Callable[[str], Tensor]) -> None:
+    def fill(self, own_pieces: Iterable[tuple[str, Tensor]], whole: Callable[[str], Tensor]) -> None:
         """Fill this process's pieces from whole tensors. All processes must use the same name order.
 
         Args:
-            own: Names and pieces, from own() or own_frozen().
+            own_pieces: Names and pieces, from views() or frozen_views().
             whole: Function that maps a name to the whole tensor on the device.
         """
-        for name, mine in own:
-            start, length, _ = self.pieces[name]
-            mine.copy_(whole(name).flatten()[start : start + length].view(mine.shape))
+        for name, own_piece in own_pieces:
+            start, length, _ = self.piece_of[name]
+            own_piece.copy_(whole(name).flatten()[start : start + length].view(own_piece.shape))
 
     def sync(self) -> None:
         """Make changes in self.local visible to the next forward pass. This method is collective."""
 
     def groups(self) -> list[list[str]]:
         """Return the trained parameters' names in each of the optimizer's parameter groups."""
-        return self._names_of([group["params"] for group in self.inner.param_groups])
+        return self._names_of([group["params"] for group in self.script_optimizer.param_groups])
 
     def states(self) -> list[dict[str, Any]]:
         """Return the optimizer's state for each local tensor.
 
         The state is empty before the optimizer's first step.
         """
-        return [owner(self.inner).state.get(key, {}) for key in self._state_keys()]
+        return [base_of(self.script_optimizer).state.get(key, {}) for key in self._state_keys()]
 
-    def shaped_state(self) -> dict[str, Local]:
+    def shaped_state(self) -> dict[str, LocalTensors]:
         """Return the state tensors shaped like the local tensors, by state name such as `exp_avg`."""
         keys, states = self._state_keys(), self.states()
-        names = {name for key, state in zip(keys, states, strict=True) for name in shaped(state, key)}
+        names = {name for key, state in zip(keys, states, strict=True) for name in shaped_entries(state, key)}
         return {
             name: [
                 to_local(state[name] if _has_shape(state.get(name), key) else None)
@@ -161,9 +163,9 @@ class Layout:
 
     def changed_groups(self) -> list[dict[str, Any]]:
         """Return the parameter group settings that the optimizer itself has changed, such as a step count."""
-        return changed(self.inner.param_groups, self.constants)
+        return changed_settings(self.script_optimizer.param_groups, self.initial_settings)
 
-    def make_state(self, name: str, dtypes: dict[str, torch.dtype]) -> Local:
+    def make_state(self, name: str, dtypes: dict[str, torch.dtype]) -> LocalTensors:
         """Create zero-filled state tensors shaped like the local tensors.
 
         Args:
@@ -186,19 +188,19 @@ class Layout:
         }
         self._set_state(keys[parameter], name, value)
 
-    def arrangements(self) -> list[Arrange]:
+    def arrangements(self) -> list[Arrangement]:
         """Return functions that map a group's whole parameters to one process's shards or flat partition.
 
         If the strategy does not shard parameters, the result is [].
         """
         return []
 
-    def steps_at_once(self) -> bool:
+    def is_stepped_in_one_call(self) -> bool:
         """Return True if each training step calls the optimizer's step() exactly once."""
         return True
 
     def _set_state(self, key: Tensor, name: str, value: Any) -> Any:
-        owner(self.inner).state.setdefault(key, {})[name] = value
+        base_of(self.script_optimizer).state.setdefault(key, {})[name] = value
         return value
 
     def _script_optimizer(self) -> Optimizer:
@@ -226,7 +228,7 @@ class Layout:
 class _Sharded(Layout):
     """Layout for FSDP2, where parameters and moments are DTensors."""
 
-    parts = "FSDP2's shards"
+    partition_name = "FSDP2's shards"
 
     def _piece_of(self, parameter: Any) -> Piece:
         """Return this process's chunk of rows along the sharded mesh dimension.
@@ -235,14 +237,14 @@ class _Sharded(Layout):
         """
         if not hasattr(parameter, "placements"):
             return super()._piece_of(parameter)
-        (dimension,) = (i for i, placement in enumerate(parameter.placements) if placement.is_shard(0))
+        (dimension,) = (dim for dim, placement in enumerate(parameter.placements) if placement.is_shard(0))
         mesh, rows = parameter.device_mesh, len(parameter)
-        chunk = -(-rows // mesh.size(dimension))
-        start = min(rows, chunk * mesh.get_local_rank(dimension))
-        row = parameter.numel() // rows
-        return Piece(start * row, min(chunk, rows - start) * row)
+        rows_per_rank = -(-rows // mesh.size(dimension))
+        start = min(rows, rows_per_rank * mesh.get_local_rank(dimension))
+        row_size = parameter.numel() // rows
+        return Piece(start * row_size, min(rows_per_rank, rows - start) * row_size)
 
-    def arrangements(self) -> list[Arrange]:
+    def arrangements(self) -> list[Arrangement]:
         example = next(iter(self.parameters.values()))
         return [lambda tensors: [_distributed_like(example, tensor) for tensor in tensors]]
 
@@ -257,13 +259,13 @@ class _Sharded(Layout):
 class _Zero(Layout):
     """Layout for ZeRO-1 and ZeRO-2, with flat partitions of the fp32 master weights."""
 
-    parts = "ZeRO's flat partitions"
+    partition_name = "ZeRO's flat partitions"
     is_flat = True
 
     def groups(self) -> list[list[str]]:
         return self.members()
 
-    def arrangements(self) -> list[Arrange]:
+    def arrangements(self) -> list[Arrangement]:
         return [lambda tensors: _flat_half(tensors, 0), lambda tensors: _flat_half(tensors, 1)]
 
     def sync(self) -> None:
@@ -293,29 +295,29 @@ class _Zero3(_Zero):
     def _whole_shape(self, parameter: Any) -> tuple[int, ...]:
         return tuple(parameter.ds_shape)
 
-    def own_frozen(self) -> Iterator[tuple[str, Tensor]]:
+    def frozen_views(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.frozen.items():
-            yield name, parameter.ds_tensor[: self.pieces[name].length]
+            yield name, parameter.ds_tensor[: self.piece_of[name].length]
 
     def groups(self) -> list[list[str]]:
-        groups: list[list[str]] = [[] for _ in self.inner.param_groups]
-        for i, members in enumerate(self.members()):
-            groups[self.optimizer.sub_group_to_group_id[i]] += members
+        groups: list[list[str]] = [[] for _ in self.script_optimizer.param_groups]
+        for index, members in enumerate(self.members()):
+            groups[self.optimizer.sub_group_to_group_id[index]] += members
         return groups
 
-    def steps_at_once(self) -> bool:
+    def is_stepped_in_one_call(self) -> bool:
         return len(self._state_keys()) == 1  # DeepSpeed calls step() once per partition
 
     def sync(self) -> None:
         deepspeed_.end_zero3_step(self.optimizer, len(self._state_keys()))
 
     def _piece_of(self, parameter: Any) -> Piece:
-        part = parameter.ds_tensor.ds_numel
-        start = min(parameter.ds_numel, part * deepspeed_.partition_rank(self.optimizer, parameter))
+        part_size = parameter.ds_tensor.ds_numel
+        start = min(parameter.ds_numel, part_size * deepspeed_.partition_rank(self.optimizer, parameter))
         offset = 0  # placeholder offset for frozen parameters, which are in no partition
         if parameter.requires_grad:
             _, offset, _ = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
-        return Piece(start, min(part, parameter.ds_numel - start), offset)
+        return Piece(start, min(part_size, parameter.ds_numel - start), offset)
 
     def members(self) -> list[list[str]]:
         return self._names_of(self.optimizer.fp16_groups)
@@ -334,16 +336,16 @@ def layout_of(model: nn.Module, optimizer: AcceleratedOptimizer) -> Layout:
     return Layout(model, optimizer)
 
 
-def owner(optimizer: Optimizer) -> Optimizer:
+def base_of(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer that stores the state.
 
     A wrapper such as Lookahead stores the state in an inner optimizer.
     """
     inner_optimizers = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
-    return owner(inner_optimizers[0]) if len(inner_optimizers) == 1 and not optimizer.state else optimizer
+    return base_of(inner_optimizers[0]) if len(inner_optimizers) == 1 and not optimizer.state else optimizer
 
 
-def shaped(state: dict[str, Any], key: Tensor) -> dict[str, Tensor]:
+def shaped_entries(state: dict[str, Any], key: Tensor) -> dict[str, Tensor]:
     """Return the state tensors shaped like their parameter.
 
     The state of a scalar parameter is excluded, because a scalar shape is ambiguous.
@@ -351,7 +353,7 @@ def shaped(state: dict[str, Any], key: Tensor) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if key.ndim and _has_shape(value, key)}
 
 
-def group_values(group: dict[str, Any]) -> dict[str, Any]:
+def group_settings(group: dict[str, Any]) -> dict[str, Any]:
     """Return the parameter group's settings that a checkpoint stores.
 
     A checkpoint stores neither the parameters nor the learning rate, which the script sets. It also omits
@@ -360,15 +362,15 @@ def group_values(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "lr", "capturable")}
 
 
-def changed(groups: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def changed_settings(groups: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the settings in each parameter group that differ from the earlier settings."""
     return [
         {
             name: value
-            for name, value in group_values(group).items()
-            if name not in old or not _equal(value, old[name])
+            for name, value in group_settings(group).items()
+            if name not in earlier_settings or not _are_identical(value, earlier_settings[name])
         }
-        for group, old in zip(groups, earlier, strict=True)
+        for group, earlier_settings in zip(groups, earlier, strict=True)
     ]
 
 
@@ -400,7 +402,7 @@ def _has_shape(value: Any, key: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == key.shape
 
 
-def _equal(first: Any, second: Any) -> bool:
+def _are_identical(first: Any, second: Any) -> bool:
     if isinstance(first, Tensor) or isinstance(second, Tensor):
         return isinstance(first, Tensor) and isinstance(second, Tensor) and torch.equal(first, second)
     return type(first) is type(second) and first == second

@@ -33,14 +33,14 @@ class Precision:
 
 
 def settle_precision(
-    accelerator: Accelerator, mixed_precision: str, is_engines: bool, compression: str
+    accelerator: Accelerator, mixed_precision: str, is_from_deepspeed: bool, compression: str
 ) -> Precision:
     """Make FSDP2 and ZeRO compute like a single process. Call this function before wrap() adds autocast.
 
     Args:
         accelerator: The Accelerator, which this function changes.
         mixed_precision: no, bf16 or fp16.
-        is_engines: True if a DeepSpeed JSON selects mixed_precision and thereby DeepSpeed's own mode.
+        is_from_deepspeed: True if a DeepSpeed JSON selects mixed_precision and thereby DeepSpeed's own mode.
         compression: Floating-point format in which DDP exchanges gradients, or no. A single process exchanges
             no gradients but accepts a format, because an elastic job may shrink to one process.
 
@@ -54,7 +54,7 @@ def settle_precision(
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         config = accelerator.state.deepspeed_plugin.deepspeed_config
         reduction = config["communication_data_type"] = config.get("communication_data_type") or "fp32"
-        if mixed_precision == "fp16" or (mixed_precision == "bf16" and is_engines):
+        if mixed_precision == "fp16" or (mixed_precision == "bf16" and is_from_deepspeed):
             half_precision = "weights"
         elif mixed_precision == "bf16":
             config["bf16"] = {"enabled": False}
@@ -75,8 +75,8 @@ def settle_precision(
 
 def autocast_forward(accelerator: Accelerator, model: nn.Module) -> None:
     """Make the model's forward pass use autocast and return fp32 outputs, like Accelerate does for DDP."""
-    half = HALF.get(accelerator.precision.mixed_precision)
-    autocast = torch.autocast(accelerator.device.type, half, enabled=half is not None)
+    half_dtype = HALF.get(accelerator.precision.mixed_precision)
+    autocast = torch.autocast(accelerator.device.type, half_dtype, enabled=half_dtype is not None)
     model.forward = convert_outputs_to_fp32(autocast(model.forward))
 
 
@@ -107,20 +107,20 @@ def chosen_precision(flag: str | None) -> str:
                 "training in bf16, because this process can't see whether accelerate launch received"
                 " --mixed_precision no. To train in fp32, pass --mixed_precision no to the script."
             )
-    chosen = flag or launcher_setting or ("bf16" if has_native_bf16() else "no")
-    if not on_gpu() and chosen == "fp16":
+    precision = flag or launcher_setting or ("bf16" if has_native_bf16() else "no")
+    if not on_gpu() and precision == "fp16":
         remark = "fp16 is slow on a CPU. The job still uses fp16, with the same loss scaling as on a GPU."
-    elif not on_gpu() and chosen == launcher_setting == "bf16" and not has_native_bf16():
-        remark, chosen = "this CPU does not support bf16 natively, so the rehearsal uses fp32", "no"
-    elif on_gpu() and chosen == launcher_setting == "bf16" and flag is None and not has_native_bf16():
+    elif not on_gpu() and precision == launcher_setting == "bf16" and not has_native_bf16():
+        remark, precision = "this CPU does not support bf16 natively, so the rehearsal uses fp32", "no"
+    elif on_gpu() and precision == launcher_setting == "bf16" and flag is None and not has_native_bf16():
         remark = "this GPU does not support bf16 natively, so training uses fp16 instead of the config's bf16"
-        chosen = "fp16"
-    elif on_gpu() and chosen == "bf16" and not has_native_bf16():
+        precision = "fp16"
+    elif on_gpu() and precision == "bf16" and not has_native_bf16():
         remark = (
             "this GPU does not support bf16 natively and emulates bf16. --mixed_precision fp16 is faster on"
             " this GPU."
         )
-    elif on_gpu() and chosen == launcher_setting == "no" and flag is None and has_native_bf16():
+    elif on_gpu() and precision == launcher_setting == "no" and flag is None and has_native_bf16():
         remark = (
             "training in fp32, because the launcher sets mixed precision to no, which is the default of"
             " accelerate launch without a config file. This GPU supports bf16 natively. Use --mixed_precision"
@@ -128,7 +128,7 @@ def chosen_precision(flag: str | None) -> str:
         )
     if remark and rank() == 0:
         log.info(remark)
-    return chosen
+    return precision
 
 
 def typed_precision() -> str | None:

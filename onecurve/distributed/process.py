@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from onecurve.distributed.accelerator import start
 from onecurve.distributed.channel import first_to_report
 from onecurve.distributed.step_graph import free_graphs
-from onecurve.distributed.watch import MISTAKES, SIGNALS, Preempted, watch
+from onecurve.distributed.watch import MISTAKES, STOP_SIGNALS, Preempted, watch
 from onecurve.flags.recipe import Batch, Recipe, from_flags
 from onecurve.system.cli import settle_environment, tell_launchers, tell_torchrun
 from onecurve.system.env import PREEMPTED, is_hosts_first, launched, rank, report, world_size
@@ -64,7 +64,7 @@ def run_process(main: Callable[[], None]) -> NoReturn:
     settle_environment()
     if owns_process:
         sys.stdout, sys.stderr = _ignoring_write_errors(sys.stdout), _ignoring_write_errors(sys.stderr)
-    handlers = [(number, signal.getsignal(number)) for number in SIGNALS]
+    handlers = [(signal_number, signal.getsignal(signal_number)) for signal_number in STOP_SIGNALS]
     try:
         main()
     except KeyboardInterrupt as error:
@@ -102,8 +102,8 @@ def run_process(main: Callable[[], None]) -> NoReturn:
     sys.stderr.flush()
     report("exit", status=status)
     if not owns_process:
-        for number, handler in handlers:
-            signal.signal(number, handler)
+        for signal_number, handler in handlers:
+            signal.signal(signal_number, handler)
         sys.exit(status)
     run_finalizers()
     # sys.exit() would run thread destructors, in which about one in a hundred gloo processes aborts (pytorch
@@ -113,24 +113,24 @@ def run_process(main: Callable[[], None]) -> NoReturn:
 
 def _is_own_process() -> bool:
     """Return False if IPython's %run, a debugger, a profiler or `python -i` runs the script."""
-    script_command = list(itertools.dropwhile(lambda word: word.startswith("-"), sys.orig_argv[1:]))
+    script_command = list(itertools.dropwhile(lambda argument: argument.startswith("-"), sys.orig_argv[1:]))
     return launched() or (script_command == sys.argv and not sys.flags.inspect)
 
 
-class _Output(io.FileIO):
+class _ForgivingOutput(io.FileIO):
     """File that ignores write errors, because training must not fail in a print statement."""
 
-    def write(self, data: Any, /) -> int:
+    def write(self, encoded: Any, /) -> int:
         with contextlib.suppress(OSError):
-            return super().write(data)
-        return len(data)
+            return super().write(encoded)
+        return len(encoded)
 
 
 def _ignoring_write_errors(stream: TextIO) -> TextIO:
     """Return a stream that ignores write errors, for example after `| tee` exits or a disk fills up."""
     assert isinstance(stream, io.TextIOWrapper)
     stream.flush()
-    raw_output = _Output(stream.fileno(), "w", closefd=False)
+    raw_output = _ForgivingOutput(stream.fileno(), "w", closefd=False)
     return io.TextIOWrapper(
         # Unbuffered if Python was started with -u
         raw_output if stream.write_through else io.BufferedWriter(raw_output),

@@ -170,8 +170,8 @@ def elastic_batch(job: Job) -> Batch:
         _report_batch(job, per_device or 1)
         if not _torchrun_max_hosts():
             raise
-        usable = usable_processes(job.batch_size, per_device, max_processes, processes_per_host())
-        usable_hosts = [str(process_count // processes_per_host()) for process_count in usable]
+        usable_counts = usable_processes(job.batch_size, per_device, max_processes, processes_per_host())
+        usable_hosts = [str(process_count // processes_per_host()) for process_count in usable_counts]
         host_counts = " or ".join(usable_hosts) or "none"
         if rank() == 0:
             log.info(

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from onecurve.distributed.channel import Poll
 from onecurve.distributed.job_accelerator import JobAccelerator
-from onecurve.distributed.layout import owner
+from onecurve.distributed.layout import base_of
 from onecurve.distributed.rendezvous import backend
 from onecurve.distributed.strategy import precision, sharding, strategy
 from onecurve.distributed.watch import watch
@@ -38,11 +38,11 @@ from onecurve.upstream import torch_
 # cuDNN and creates the optimizer's state. DDP rebuilds its buckets after the first step, and times the first
 # ten steps.
 WARM_UP_STEPS = {"single": 3, "ddp": 11, "fsdp": 3}
-SPARE = 0.5  # minimum free memory for evaluations, as a fraction of the memory reserved by the graphs
+SPARE_MEMORY = 0.5  # minimum free memory for evaluations, as a fraction of the memory reserved by the graphs
 # Optimizers that can read learning rates on the device
-FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+CAPTURABLE_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
-Step = Callable[[Tensor, Tensor], Tensor]  # (inputs, labels) -> loss, including the optimizer's step
+StepFunction = Callable[[Tensor, Tensor], Tensor]  # (inputs, labels) -> loss, including the optimizer's step
 
 
 def chosen_step_graph(accelerator: JobAccelerator, flag: bool | None) -> bool:
@@ -55,7 +55,7 @@ def chosen_step_graph(accelerator: JobAccelerator, flag: bool | None) -> bool:
     Raises:
         ValueError: If the flag is set, but graphs are not possible.
     """
-    problem = obstacle(accelerator)
+    problem = capture_obstacle(accelerator)
     if flag and problem:
         raise ValueError(f"--step_graph: {problem}. Remove --step_graph.")
     is_on = accelerator.device.type == "cuda" if flag is None else flag
@@ -64,7 +64,7 @@ def chosen_step_graph(accelerator: JobAccelerator, flag: bool | None) -> bool:
     return is_on and not problem
 
 
-def obstacle(accelerator: JobAccelerator) -> str:
+def capture_obstacle(accelerator: JobAccelerator) -> str:
     """Return the reason why a step can't run as a CUDA graph, or an empty string if it can."""
     sharding_settings, ddp_options = sharding(accelerator), accelerator.ddp_handler
     if strategy(accelerator).startswith("zero"):
@@ -96,7 +96,9 @@ def keep_segments_out_of_nccl() -> None:
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
-def step_graph(accelerator: JobAccelerator, optimizer: AcceleratedOptimizer) -> Callable[[Step], Step]:
+def step_graph(
+    accelerator: JobAccelerator, optimizer: AcceleratedOptimizer
+) -> Callable[[StepFunction], StepFunction]:
     """Return a decorator that replaces a micro-batch's step with a StepGraph, if graphs are enabled.
 
     Call this function after Run.begin. The step must launch the same kernels in every call, and must not
@@ -104,9 +106,9 @@ def step_graph(accelerator: JobAccelerator, optimizer: AcceleratedOptimizer) -> 
     device, with bitwise identical results. With any other optimizer, the decorator returns the step
     unchanged.
     """
-    inner = optimizer.optimizer
-    if accelerator.step_graph and not _reads_on_device(accelerator, inner):
-        name = type(inner).__name__
+    torch_optimizer = optimizer.optimizer
+    if accelerator.step_graph and not _reads_on_device(accelerator, torch_optimizer):
+        name = type(torch_optimizer).__name__
         accelerator.print(f"steps run without CUDA graphs: {name} may read its settings on the host")
         accelerator.step_graph = False
     return lambda step: StepGraph(accelerator, optimizer, step) if accelerator.step_graph else step
@@ -116,7 +118,12 @@ def _reads_on_device(accelerator: JobAccelerator, optimizer: torch.optim.Optimiz
     is_fused = accelerator.device.type == "cpu" or all(group.get("fused") for group in optimizer.param_groups)
     # PyTorch's SGD is never fused under FSDP2
     is_sharded_sgd = type(optimizer) is torch.optim.SGD and strategy(accelerator) == "fsdp"
-    return type(optimizer) in FUSED and owner(optimizer) is optimizer and is_fused and not is_sharded_sgd
+    return (
+        type(optimizer) in CAPTURABLE_OPTIMIZERS
+        and base_of(optimizer) is optimizer
+        and is_fused
+        and not is_sharded_sgd
+    )
 
 
 def make_capturable(optimizer: torch.optim.Optimizer) -> None:
@@ -172,7 +179,7 @@ class GraphPart:
 
 
 @dataclass
-class Shape:
+class CapturedShape:
     """Graphs for one input shape, and their input tensors.
 
     `parts` contains the graphs of the first, middle and last micro-batch. A step with fewer than three
@@ -192,22 +199,23 @@ class StepGraph:
     the original step, with the same buffers as on a GPU. The constructor is collective.
     """
 
-    def __init__(self, accelerator: JobAccelerator, optimizer: AcceleratedOptimizer, step: Step):
+    def __init__(self, accelerator: JobAccelerator, optimizer: AcceleratedOptimizer, step: StepFunction):
         self.accelerator, self.step, self.groups = accelerator, step, optimizer.param_groups
         self.on_gpu = accelerator.device.type == "cuda"
         # On a GPU, fused optimizers require fp32 learning rates. On a CPU, float64 is as precise as a Python
         # float.
         dtype = torch.float32 if self.on_gpu else torch.float64
-        self.rates = [torch.zeros((), dtype=dtype, device=accelerator.device) for _ in self.groups]
+        self.device_rates = [torch.zeros((), dtype=dtype, device=accelerator.device) for _ in self.groups]
         if self.on_gpu:
             make_capturable(optimizer.optimizer)
         self.micro_batches = accelerator.gradient_accumulation_steps
         self.warm_up_steps = WARM_UP_STEPS[strategy(accelerator)]
-        self.shape: Shape | None = None  # current input shape; with --train_sizes, each size is used once
-        self.replays = 0
+        # Current input shape; with --train_sizes, each size is used once
+        self.shape: CapturedShape | None = None
+        self.replay_count = 0
         self.poll = Poll(watch.timeout_s)
         self.model = cast("Any", accelerator.prepared)
-        self.is_gathered = False  # True if FSDP2's modules may contain gathered parameters
+        self.has_gathered = False  # True if FSDP2's modules may contain gathered parameters
         if strategy(accelerator) == "fsdp":
             self.model.register_forward_hook(self._record_forward)
         elif isinstance(self.model, nn.parallel.DistributedDataParallel):
@@ -225,7 +233,7 @@ class StepGraph:
         assert self.shape
         self.shape.inputs.copy_(inputs)
         self.shape.labels.copy_(labels)
-        for rate, group in zip(self.rates, self.groups, strict=True):
+        for rate, group in zip(self.device_rates, self.groups, strict=True):
             rate.fill_(group["lr"])
         if self.shape.parts:
             is_last = micro_batch == self.micro_batches - 1
@@ -246,19 +254,19 @@ class StepGraph:
         """Create the buffers for a new input shape. After the warm-up, capture the step."""
         if self.shape is None or self.shape.inputs.shape != inputs.shape:
             self.free()  # free the memory used by the previous shape's graphs
-            self.shape = Shape(torch.empty_like(inputs), torch.empty_like(labels))
+            self.shape = CapturedShape(torch.empty_like(inputs), torch.empty_like(labels))
         self.shape.steps += 1
         if self.shape.steps > self.warm_up_steps and not self.shape.parts:
             with spending(CAPTURE):
                 self._capture_step(self.shape)
 
-    def _run_step(self, shape: Shape, part: GraphPart) -> None:
+    def _run_step(self, shape: CapturedShape, part: GraphPart) -> None:
         """Call the original step with learning rates on the device.
 
         The loss is detached, because its autograd graph would otherwise still exist during the capture.
         """
         learning_rates = [group["lr"] for group in self.groups]
-        for group, device_rate in zip(self.groups, self.rates, strict=True):
+        for group, device_rate in zip(self.groups, self.device_rates, strict=True):
             if self.on_gpu or not group.get("foreach"):  # foreach optimizers on a CPU do not accept a tensor
                 group["lr"] = device_rate
         try:
@@ -273,24 +281,24 @@ class StepGraph:
         The watch detects hanging replays.
         """
         self._reshard()
-        self.replays += 1
+        self.replay_count += 1
         step = self.accelerator.step
         pending = now.replay if now.replay and not now.replay.is_done() else None
-        now.replay = replay = pending or Replay(self.replays)
-        replay.launched = self.replays
+        now.replay = replay = pending or Replay(self.replay_count)
+        replay.launched = self.replay_count
         assert part.replay
         part.replay()
         if not pending:
             replay.ended = _queued_work_query() if self.on_gpu else lambda: True
         self.accelerator.step = step + 1
 
-    def _capture_step(self, shape: Shape) -> None:
+    def _capture_step(self, shape: CapturedShape) -> None:
         """Capture the step's graphs. If the capture fails on any rank, disable graphs on all ranks.
 
         This method is collective.
         """
         step, exact_sum = self.accelerator.step, self.accelerator.exact_sum
-        parts, problem, pool = [], "", torch.cuda.graph_pool_handle() if self.on_gpu else None
+        parts, problem, memory_pool = [], "", torch.cuda.graph_pool_handle() if self.on_gpu else None
         self._reshard()
         with exact_sum.uncounted() if exact_sum else nullcontext():
             try:
@@ -298,7 +306,7 @@ class StepGraph:
                 for micro_batch in sorted({0, min(1, self.micro_batches - 1), self.micro_batches - 1}):
                     self.accelerator.step = step + micro_batch
                     parts.append(part := GraphPart())
-                    part.replay = self.capture(partial(self._run_step, shape, part), pool)
+                    part.replay = self.capture(partial(self._run_step, shape, part), memory_pool)
                 if self.on_gpu:
                     _check_memory(bytes_before)
             except Exception as error:
@@ -307,10 +315,10 @@ class StepGraph:
         problems = self.poll.gather(problem)
         if any(problems):
             parts.clear()
-            self._give_up(problems)
+            self._continue_without_graphs(problems)
         shape.parts = parts
 
-    def capture(self, run: Callable[[], None], pool: Any) -> Callable[[], None]:
+    def capture(self, run_step: Callable[[], None], memory_pool: Any) -> Callable[[], None]:
         """Record the kernels that run() launches, without executing them.
 
         If the capture fails, this method restores the process's state and raises the error. torch alone would
@@ -320,25 +328,25 @@ class StepGraph:
             A function that replays the recorded kernels.
         """
         if not self.on_gpu:
-            return run
+            return run_step
         graph = torch.cuda.CUDAGraph()
         device, stream = torch.cuda.current_device(), torch.cuda.current_stream()
         generator = torch.cuda.default_generators[device]
-        state = generator.clone_state()
+        generator_state = generator.clone_state()
         try:
             # "thread_local" allows CUDA calls during the capture by threads that write checkpoints or measure
             # usage.
             stream_of_steps = self.accelerator.step_stream
-            with torch.cuda.graph(graph, pool, stream_of_steps, capture_error_mode="thread_local"):
-                run()
+            with torch.cuda.graph(graph, memory_pool, stream_of_steps, capture_error_mode="thread_local"):
+                run_step()
         except BaseException:
             torch.cuda.set_stream(stream)
-            generator.graphsafe_set_state(state)
-            torch_.leave_pool(device, pool)
+            generator.graphsafe_set_state(generator_state)
+            torch_.leave_pool(device, memory_pool)
             raise
         return graph.replay
 
-    def _give_up(self, problems: list[str]) -> None:
+    def _continue_without_graphs(self, problems: list[str]) -> None:
         """Disable graphs, and discard the captured gradients, which were never computed.
 
         This method is collective.
@@ -365,7 +373,7 @@ class StepGraph:
 
     def _record_forward(self, *_) -> None:
         """Record that a forward pass outside a graph may have gathered parameters."""
-        self.is_gathered = True
+        self.has_gathered = True
 
     def _reshard(self) -> None:
         """Reshard FSDP2 parameters that are still gathered after a forward pass without a backward pass.
@@ -373,11 +381,11 @@ class StepGraph:
         Without this call, a capture after an evaluation would not record the all-gather of these parameters,
         and the next evaluation would use outdated parameters.
         """
-        if self.is_gathered:
+        if self.has_gathered:
             for module in self.model.modules():
                 if hasattr(module, "reshard"):
                     module.reshard()
-            self.is_gathered = False
+            self.has_gathered = False
 
 
 def _reset_shards(model: Any) -> None:
@@ -416,7 +424,7 @@ def _reserved_bytes() -> int:
 def _check_memory(bytes_before: int) -> None:
     """Raise MemoryError if the memory reserved since `before` leaves too little for evaluations."""
     graph_bytes = torch.cuda.memory_reserved() - bytes_before
-    if torch.cuda.mem_get_info()[0] < SPARE * graph_bytes:
+    if torch.cuda.mem_get_info()[0] < SPARE_MEMORY * graph_bytes:
         raise MemoryError(
             f"CUDA graphs use {graph_bytes / 2**30:.1f} GiB and leave too little GPU memory for evaluations"
         )

@@ -30,10 +30,10 @@ def strategy(accelerator: Accelerator) -> str:
 def sharding(accelerator: Accelerator) -> dict[str, Any]:
     """Return FSDP2's or ZeRO's sharding settings by config key, or {} if nothing is sharded."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        config = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
-        scalar_settings = {name: value for name, value in config.items() if not isinstance(value, dict)}
+        zero_section = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+        scalar_settings = {name: value for name, value in zero_section.items() if not isinstance(value, dict)}
         offload_sections = ("offload_optimizer", "offload_param")
-        devices = {name: config.get(name, {}).get("device", "none") for name in offload_sections}
+        devices = {name: zero_section.get(name, {}).get("device", "none") for name in offload_sections}
         return scalar_settings | devices
     if accelerator.distributed_type != DistributedType.FSDP:
         return {}
@@ -86,29 +86,31 @@ def refuse_missing_gradients(model: nn.Module, optimizer: torch.optim.Optimizer)
     different gradients.
     """
 
-    def check_gradients(stepping: torch.optim.Optimizer, *_) -> None:
-        if stepping is not optimizer:  # the trial steps copies of the optimizer before training
+    def check_gradients(stepping_optimizer: torch.optim.Optimizer, *_) -> None:
+        if stepping_optimizer is not optimizer:  # the trial steps copies of the optimizer before training
             return
         hook.remove()
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        if missing := [name for name, parameter in trained if parameter.grad is None]:
+        trained_parameters = [
+            (name, weight) for name, weight in model.named_parameters() if weight.requires_grad
+        ]
+        if missing := [name for name, parameter in trained_parameters if parameter.grad is None]:
             raise ValueError(without_gradient(missing))
 
     hook = optimizer.register_step_pre_hook(check_gradients)
 
 
-def refuse_skipped_steps(zero: Any) -> None:
+def refuse_skipped_steps(zero_optimizer: Any) -> None:
     """Make DeepSpeed's optimizer raise FloatingPointError instead of skipping a step.
 
     Without loss scaling, DeepSpeed skips a step if a gradient is not finite. All processes detect non-finite
     gradients in the same step.
     """
 
-    def refuse() -> None:
-        lr = zero.param_groups[0]["lr"]
-        raise FloatingPointError(f"a gradient is not finite (learning rate {lr:g})")
+    def refuse_step() -> None:
+        learning_rate = zero_optimizer.param_groups[0]["lr"]
+        raise FloatingPointError(f"a gradient is not finite (learning rate {learning_rate:g})")
 
-    call_at_overflow(zero, refuse)
+    call_at_overflow(zero_optimizer, refuse_step)
 
 
 def keep_strides(model: nn.Module) -> None:
@@ -124,8 +126,8 @@ def keep_strides(model: nn.Module) -> None:
         recursively_apply(lambda tensor: strides[module].append(tensor.stride()), (args, kwargs))
 
     def restore_strides(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        recorded = iter(strides.pop(module))
-        return recursively_apply(lambda tensor: _with_strides(tensor, next(recorded)), (args, kwargs))
+        recorded_strides = iter(strides.pop(module))
+        return recursively_apply(lambda tensor: _with_strides(tensor, next(recorded_strides)), (args, kwargs))
 
     strides: dict[nn.Module, list[tuple[int, ...]]] = {}
     for module in model.modules():
@@ -135,10 +137,10 @@ def keep_strides(model: nn.Module) -> None:
 
 
 def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    return tensor if tensor.stride() == strides else _WithStrides.apply(tensor, strides)
+    return tensor if tensor.stride() == strides else _StridedView.apply(tensor, strides)
 
 
-class _WithStrides(torch.autograd.Function):
+class _StridedView(torch.autograd.Function):
     """Identity function that changes a tensor's strides.
 
     Unlike as_strided, this function does not change the gradient's strides.
@@ -156,7 +158,7 @@ class _WithStrides(torch.autograd.Function):
 def unused_parameters(error: BaseException | None, parameters: list[str]) -> list[str]:
     """Return the parameters that DDP would list in a later step's error about missing gradients."""
     match = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
-    return [parameters[int(i)] for i in match[1].split()] if match else []
+    return [parameters[int(index)] for index in match[1].split()] if match else []
 
 
 def without_gradient(names: list[str]) -> str:

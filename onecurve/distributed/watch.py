@@ -37,7 +37,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from onecurve.distributed.channel import Channel, first_to_report, let_main_close_first
-from onecurve.distributed.hang import HangReport, collectives
+from onecurve.distributed.hang import HangReport, recorded_collectives
 from onecurve.system import processes
 from onecurve.system.cli import tell_torchrun
 from onecurve.system.env import PREEMPTED, launched, local_rank, report
@@ -48,18 +48,18 @@ from onecurve.system.threads import start_daemon
 
 # Errors printed on one line, without a traceback
 MISTAKES = (ValueError, FloatingPointError, OSError)
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 LAUNCHER_ENDED = "its launcher has exited"
 POLL_S = 0.5
 GRACE_S = 1.0  # seconds granted to the main thread to fail first, as it does under gloo
 CLOSING_S = 12.0  # seconds granted to the main process to close its files and finish a checkpoint
-ASK_AT = 0.7  # fraction of the timeout after which the watch reports a waiting collective
+REPORT_AT_FRACTION = 0.7  # fraction of the timeout after which the watch reports a waiting collective
 DYING_S = 0.5  # seconds between a dying process's disconnection and its exit
-HEARTBEATS = 5  # number of heartbeats per timeout
+HEARTBEATS_PER_TIMEOUT = 5  # number of heartbeats per timeout
 REPLAY_S = 5.0  # seconds after the timeout before the watch terminates a process with a hanging replay
 
 # Function that closes the run's files and records a failure's error message
-Close = Callable[[str], None]
+CloseRun = Callable[[str], None]
 
 
 class Preempted(Exception):
@@ -82,7 +82,7 @@ class Watch:
         self._checked_at = 0.0  # time.monotonic() of the last check for a signal
         self._reason = ""  # name of the detected signal, or LAUNCHER_ENDED
         self._ranks: _Ranks | None = None  # set by ready() if the job has several processes
-        self._close: Close = lambda _: None
+        self._close: CloseRun = lambda _: None
         self._has_failed = False
 
     @property
@@ -102,9 +102,9 @@ class Watch:
         # The interpreter delays signal handlers while the main thread is inside torch. The wakeup file
         # descriptor lets the watch's thread react immediately.
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        for number in SIGNALS:
-            if number != signal.SIGHUP or not processes.is_under_nohup():
-                signal.signal(number, self._note_signal)
+        for signal_number in STOP_SIGNALS:
+            if signal_number != signal.SIGHUP or not processes.is_under_nohup():
+                signal.signal(signal_number, self._note_signal)
         launcher_processes: list[psutil.Process] = []
         if launched():  # this process must exit when its launcher exits, but not when a shell does
             processes.end_with_parent()
@@ -138,7 +138,7 @@ class Watch:
         self._is_agreed = True
         return self._reason
 
-    def on_failure(self, close_run: Close) -> None:
+    def on_failure(self, close_run: CloseRun) -> None:
         """Set the function that receives the message if another rank's failure terminates this process."""
         self._close = close_run
 
@@ -183,7 +183,7 @@ class Watch:
         while True:
             is_readable = select.select([wakeup_reader], [], [], POLL_S)[0]
             received_bytes = os.read(wakeup_reader, 64) if is_readable else b""
-            if received_signals := [number for number in received_bytes if number in SIGNALS]:
+            if received_signals := [number for number in received_bytes if number in STOP_SIGNALS]:
                 self._reason = self._reason or signal.Signals(received_signals[0]).name
                 if not self._is_agreed:
                     report("leaving", why=self._reason)
@@ -216,7 +216,7 @@ class Watch:
 class _Ranks:
     """The job's other ranks, observed through the store and, on the same host, through /proc."""
 
-    def __init__(self, accelerator: Accelerator, timeout_s: float, close_run: Close):
+    def __init__(self, accelerator: Accelerator, timeout_s: float, close_run: CloseRun):
         self.accelerator, self.rank, self.timeout_s = accelerator, accelerator.process_index, timeout_s
         self.close_run = close_run
         hosts_first = self.rank - local_rank()
@@ -231,8 +231,8 @@ class _Ranks:
         self.failure_key, self.interrupt_key = f"{job}/failure", f"{job}/interrupt"
         self.exit_key_prefix = f"{job}/exit"
         # One channel each for poll(), for failures in the main thread, and for the hang report
-        self.poll_channel, self.failure_channel, asking = (Channel().clone() for _ in range(3))
-        self.hang = HangReport(job, self.rank, [host for _, host, *_ in identities], asking)
+        self.poll_channel, self.failure_channel, hang_channel = (Channel().clone() for _ in range(3))
+        self.hang = HangReport(job, self.rank, [host for _, host, *_ in identities], hang_channel)
         self.exit_lock = threading.RLock()  # acquired by the thread that terminates this process
         self.is_exiting = False
         self.hang_checked_at = 0.0
@@ -244,7 +244,7 @@ class _Ranks:
         """
         channel, heartbeat_at = self.poll_channel, 0.0
         while not self.is_exiting:
-            if time.monotonic() - heartbeat_at > self.timeout_s / HEARTBEATS:
+            if time.monotonic() - heartbeat_at > self.timeout_s / HEARTBEATS_PER_TIMEOUT:
                 heartbeat_at = time.monotonic()
                 self.hang.beat(channel)
             self.hang.answer(channel)
@@ -319,7 +319,7 @@ class _Ranks:
             while not (cause := self.cause_elsewhere()) and time.monotonic() < deadline:
                 time.sleep(0.1)
         first_message = self.failure_channel.first(self.failure_key, cause or message)
-        if self.failure_channel.gone:
+        if self.failure_channel.store_error:
             return error
         if first_message == message:
             report("failed", message=message)
@@ -330,7 +330,7 @@ class _Ranks:
         if self.is_exiting:
             return
         time_s = time.monotonic()
-        if not self.hang.is_made and time_s - self.hang_checked_at >= self.timeout_s / 40:
+        if not self.hang.is_published and time_s - self.hang_checked_at >= self.timeout_s / 40:
             self.hang_checked_at = time_s
             start_daemon(self.report_long_wait)
         if now.replay and now.replay.age_s > self.timeout_s + REPLAY_S:
@@ -338,8 +338,8 @@ class _Ranks:
 
     def report_long_wait(self) -> None:
         """Create the hang report if a collective has waited for most of the timeout."""
-        ages_s = [entry["age_s"] for entry in collectives() if not entry["is_done"]]
-        if max(ages_s, default=0.0) > ASK_AT * self.timeout_s and not self.is_exiting:
+        ages_s = [entry["age_s"] for entry in recorded_collectives() if not entry["is_done"]]
+        if max(ages_s, default=0.0) > REPORT_AT_FRACTION * self.timeout_s and not self.is_exiting:
             self.hang.make()
 
     def end_replay(self) -> None:

@@ -37,7 +37,7 @@ ALIGNMENT = 8  # bytes, because a view with a different dtype must start at a mu
 Mixer = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 LUMA = (0.2989, 0.587, 0.114)  # ITU-R 601-2 weights of red, green and blue, as in PIL and torchvision
 # The six possible orders of brightness (0), contrast (1) and saturation (2)
-ORDERS = np.array([[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]])
+JITTER_ORDERS = np.array([[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]])
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
@@ -52,13 +52,13 @@ def send_arrays(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tens
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     sizes = [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]
-    parts = np.split(np.empty(sum(sizes), np.uint8), np.cumsum(sizes)[:-1])
-    for array, part in zip(arrays, parts, strict=True):
-        part[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    sent = send(torch.from_numpy(parts[0].base), device).split(sizes)
+    buffers = np.split(np.empty(sum(sizes), np.uint8), np.cumsum(sizes)[:-1])
+    for array, buffer in zip(arrays, buffers, strict=True):
+        buffer[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    device_buffers = send(torch.from_numpy(buffers[0].base), device).split(sizes)
     return [
-        part[: array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
-        for array, part in zip(arrays, sent, strict=True)
+        buffer[: array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+        for array, buffer in zip(arrays, device_buffers, strict=True)
     ]
 
 
@@ -123,7 +123,7 @@ def color_jitter(images: Tensor, draws: np.ndarray, strength: float) -> Tensor:
         uint8 [B, H, W, 3].
     """
     _, h, w, _ = images.shape
-    order = ORDERS[(draws[:, 3] * len(ORDERS)).astype(np.int64)]  # [B, 3]
+    order = JITTER_ORDERS[(draws[:, 3] * len(JITTER_ORDERS)).astype(np.int64)]  # [B, 3]
     factors = np.take_along_axis(1 + strength * (2 * draws[:, :3] - 1), order, axis=1)
     # Each operation blends an image with black, with the image's mean grey value, or with each pixel's grey
     # value.

@@ -27,19 +27,19 @@ class RunningStatistics:
     """
 
     def __init__(self, model: nn.Module):
-        self.layers: list[_Layer] = []
+        self.layers: list[_RunningStatisticsLayer] = []
         for layer in model.modules():
             if isinstance(layer, BatchNorm) and layer.track_running_stats:
                 _check_layer(layer)
                 layer.__class__ = _layer_class(type(layer))  # type: ignore[arg-type]  # classes are hashable
-                assert isinstance(layer, _Layer)
+                assert isinstance(layer, _RunningStatisticsLayer)
                 self.layers.append(layer)
-        self.updated = [layer for layer in self.layers if not layer.is_frozen]
-        self.initial = [(layer.running_mean, layer.running_var) for layer in self.layers]
+        self.updated_layers = [layer for layer in self.layers if not layer.is_frozen]
+        self.initial_statistics = [(layer.running_mean, layer.running_var) for layer in self.layers]
 
     def follow(self, accelerator: Accelerator, prepared: nn.Module) -> None:
         """Update the statistics after micro-batch 0's forward pass. `prepared` is the unwrapped model."""
-        for layer, (mean, var) in zip(self.layers, self.initial, strict=True):
+        for layer, (mean, var) in zip(self.layers, self.initial_statistics, strict=True):
             # DeepSpeed casts all tensors of the model, but running statistics must be fp32.
             layer.running_mean, layer.running_var = (
                 statistic.to(accelerator.device) for statistic in (mean, var)
@@ -55,19 +55,19 @@ class RunningStatistics:
             ):
                 self._update_statistics()
 
-        if self.updated:
+        if self.updated_layers:
             prepared.register_forward_hook(update)
 
     @torch.no_grad()
     def _update_statistics(self) -> None:
-        for momentum in {layer.momentum for layer in self.updated}:
-            layers = [layer for layer in self.updated if layer.momentum == momentum]
-            lerp_([norm.running_mean for norm in layers], [norm.batch_mean for norm in layers], momentum)
-            lerp_([norm.running_var for norm in layers], [norm.batch_var for norm in layers], momentum)
-        add_([layer.num_batches_tracked for layer in self.updated], 1)
+        for momentum in {layer.momentum for layer in self.updated_layers}:
+            layers = [layer for layer in self.updated_layers if layer.momentum == momentum]
+            lerp_([layer.running_mean for layer in layers], [layer.batch_mean for layer in layers], momentum)
+            lerp_([layer.running_var for layer in layers], [layer.batch_var for layer in layers], momentum)
+        add_([layer.num_batches_tracked for layer in self.updated_layers], 1)
 
 
-class _Layer(BatchNorm):
+class _RunningStatisticsLayer(BatchNorm):
     """BatchNorm layer, [B, C, ...] -> [B, C, ...], that trains with the micro-batch's statistics.
 
     Weight and bias are cast to fp32, the statistics' dtype, because torch refuses mixed dtypes.
@@ -106,7 +106,7 @@ class _Layer(BatchNorm):
 @cache
 def _layer_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass with the same name as the layer's class, so that isinstance() checks still work."""
-    return type(cls.__name__, (_Layer, cls), {})
+    return type(cls.__name__, (_RunningStatisticsLayer, cls), {})
 
 
 def _check_layer(layer: Any) -> None:

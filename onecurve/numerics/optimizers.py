@@ -29,7 +29,9 @@ def named_optimizer(name: str, groups: list[dict[str, Any]], lr: float) -> torch
 
     timm_names = list(map(str, list_optimizers()))
     torch_classes = {
-        n.lower(): cls for n, cls in vars(torch.optim).items() if isinstance(cls, type) and n != "Optimizer"
+        class_name.lower(): cls
+        for class_name, cls in vars(torch.optim).items()
+        if isinstance(cls, type) and class_name != "Optimizer"
     }
     try:
         if name.removeprefix("lookahead_") in timm_names:

@@ -97,10 +97,10 @@ def stream_order(
     sequence = np.concatenate(shards)
     steps, samples_per_step = len(sequence) // batch_size, batch_size // streams
     by_stream = sequence[: steps * batch_size].reshape(streams, steps * samples_per_step)
-    for number, stream in enumerate(by_stream):
+    for stream_index, stream in enumerate(by_stream):
         # The first window has a different length in each stream, so that the streams need new shards at
         # different steps.
-        first_window = window * (number + 1) // streams
+        first_window = window * (stream_index + 1) // streams
         for samples in np.split(stream, range(first_window, len(stream), window)):
             generator.shuffle(samples)
     return by_stream.reshape(streams, steps, samples_per_step).swapaxes(0, 1).reshape(-1)
@@ -152,8 +152,8 @@ def training_plan(
             epoch = step // per_epoch
             ids = samples.order(seed, epoch, batch)
         start = (step % per_epoch) * batch.total
-        for k in batch.micro_batches(rank):
-            yield epoch, ids[start + k * batch.per_device : start + (k + 1) * batch.per_device]
+        for index in batch.micro_batches(rank):
+            yield epoch, ids[start + index * batch.per_device : start + (index + 1) * batch.per_device]
 
 
 def evaluation_plan(
@@ -201,12 +201,12 @@ def _scramble(x: Any) -> Any:
     return x ^ (x >> 31)
 
 
-def _hash_integers(*words: int) -> int:
+def _hash_integers(*integers: int) -> int:
     """Return a 64-bit hash of several integers. Plain Python is faster than NumPy for a few integers."""
-    state = 0
-    for word in words:
-        state = _scramble((state + (word + 1) * _GOLDEN) & _MASK)
-    return state
+    hashed = 0
+    for integer in integers:
+        hashed = _scramble((hashed + (integer + 1) * _GOLDEN) & _MASK)
+    return hashed
 
 
 def uniforms(seed: int, epoch: int, samples: np.ndarray, count: int) -> np.ndarray:
@@ -220,13 +220,13 @@ def uniforms(seed: int, epoch: int, samples: np.ndarray, count: int) -> np.ndarr
     return (_scramble(per_sample[:, None] + draws) >> np.uint64(11)) * 2.0**-53
 
 
-def reseed(seed: int, step: int, k: int) -> None:
-    """Seed torch's generators before micro-batch k, so that checkpoints need no generator state.
+def reseed(seed: int, step: int, index: int) -> None:
+    """Seed torch's generators before micro-batch `index`, so that checkpoints need no generator state.
 
     The generators determine dropout, drop path and mixup. Without a GPU, torch.manual_seed() would take 0.4
     ms to format a stack trace (torch 2.15), so this function seeds the generators directly.
     """
-    number = _hash_integers(seed, step, k) >> 1  # 63 bits, because generators accept only signed integers
-    torch.default_generator.manual_seed(number)
+    bits = _hash_integers(seed, step, index) >> 1  # 63 bits, because generators accept only signed integers
+    torch.default_generator.manual_seed(bits)
     if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(number)
+        torch.cuda.manual_seed_all(bits)

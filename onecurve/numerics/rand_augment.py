@@ -18,9 +18,9 @@ from torch import Tensor
 
 from .augment import LUMA, send_arrays
 
-Factors = tuple[float | np.ndarray, ...]
+WarpFactors = tuple[float | np.ndarray, ...]
 
-DRAWN = 4  # number of random numbers per sample and layer
+LAYER_DRAWS = 4  # number of random numbers per sample and layer
 GREY = 128  # value of all channels in filled areas
 EDGE = 224  # image size in pixels to which the constants of shifts and cut-outs refer
 
@@ -39,17 +39,17 @@ def rand_augment(images: Tensor, draws: np.ndarray, layers: int, magnitude: floa
         Augmented pixels, uint8 [B, H, W, 3].
     """
     strength, (h, w) = magnitude / 10, images.shape[1:3]
-    parts = [draws[:, layer * DRAWN : (layer + 1) * DRAWN] for layer in range(layers)]
-    plans = [_plan(part, h, w, strength) for part in parts]
+    layer_draws = [draws[:, layer * LAYER_DRAWS : (layer + 1) * LAYER_DRAWS] for layer in range(layers)]
+    plans = [_plan(draws_of_layer, h, w, strength) for draws_of_layer in layer_draws]
     sent = send_arrays([array for _, arrays in plans for array in arrays], images.device)
     for layer, (counts, _) in enumerate(plans):
         order, inverse, factors, centers = sent[4 * layer : 4 * layer + 4]
-        pieces = images.index_select(0, order).split(counts)
-        results = [
-            _apply_group(group, piece, strength, factors, centers) if len(piece) else piece
-            for group, piece in zip(GROUPS, pieces, strict=True)
+        group_images = images.index_select(0, order).split(counts)
+        augmented = [
+            _apply_group(group, subset, strength, factors, centers) if len(subset) else subset
+            for group, subset in zip(GROUP_NAMES, group_images, strict=True)
         ]
-        images = torch.cat(results).index_select(0, inverse)
+        images = torch.cat(augmented).index_select(0, inverse)
     return images
 
 
@@ -66,12 +66,12 @@ def _plan(draws: np.ndarray, h: int, w: int, strength: float) -> tuple[list[int]
     factors = np.zeros((6, len(draws)))
     direction = np.where(draws[:, 1] < 0.5, -1.0, 1.0)
     for name, factors_of in WARPS.items():
-        rows = operations == OPERATIONS.index(name)
-        for row, factor in zip(factors, factors_of(h, w, strength, direction[rows]), strict=True):
-            row[rows] = factor
-    warped, cut_out = (order[group[order] == GROUPS.index(name)] for name in ("Warp", "Cutout"))
+        is_warped = operations == OPERATIONS.index(name)
+        for factor_row, factor in zip(factors, factors_of(h, w, strength, direction[is_warped]), strict=True):
+            factor_row[is_warped] = factor
+    warped, cut_out = (order[group[order] == GROUP_NAMES.index(name)] for name in ("Warp", "Cutout"))
     centers = np.floor(draws[cut_out, 2:4] * (h, w)).astype(np.int32)
-    counts = np.bincount(group, minlength=len(GROUPS)).tolist()
+    counts = np.bincount(group, minlength=len(GROUP_NAMES)).tolist()
     return counts, (order, np.argsort(order), factors[:, warped].astype(np.float32), centers)
 
 
@@ -80,7 +80,7 @@ def _apply_group(group: str, images: Tensor, strength: float, factors: Tensor, c
         return _warped(images, factors)
     if group == "Cutout":
         return _cutout(images, strength, centers)
-    return SIMPLE[group](images, strength)
+    return SIMPLE_OPERATIONS[group](images, strength)
 
 
 def _torchvision(name: str, images: Tensor, *arguments: float) -> Tensor:
@@ -150,7 +150,7 @@ def _cutout(images: Tensor, strength: float, centers: Tensor) -> Tensor:
     return images.masked_fill((rows[:, :, None] & columns[:, None, :])[..., None], GREY)
 
 
-SIMPLE = {
+SIMPLE_OPERATIONS = {
     "AutoContrast": _auto_contrast,
     "Equalize": lambda images, strength: _torchvision("equalize", images),
     "Invert": lambda images, strength: _torchvision("invert", images),
@@ -167,14 +167,14 @@ SIMPLE = {
 # is a number for all images or an array with one number per image
 
 
-def _rotate(h: int, w: int, strength: float, direction: np.ndarray) -> Factors:
+def _rotate(h: int, w: int, strength: float, direction: np.ndarray) -> WarpFactors:
     angle = np.radians(30 * strength) * direction
     cos, sin = np.cos(angle), np.sin(angle)
     y, x = (h - 1) / 2, (w - 1) / 2
     return cos, -sin, x - cos * x + sin * y, sin, cos, y - sin * x - cos * y
 
 
-WARPS: dict[str, Callable[[int, int, float, np.ndarray], Factors]] = {
+WARPS: dict[str, Callable[[int, int, float, np.ndarray], WarpFactors]] = {
     "Rotate": _rotate,
     "ShearX": lambda h, w, strength, direction: (1, 0.3 * strength * direction, 0, 0, 1, 0),
     "ShearY": lambda h, w, strength, direction: (1, 0, 0, 0.3 * strength * direction, 1, 0),
@@ -189,8 +189,8 @@ OPERATIONS = (
 )  # fmt: skip
 # Groups of operations whose images are processed together. The warps form a single group, which reduces the
 # number of kernel launches on a GPU.
-GROUPS = (*SIMPLE, "Cutout", "Warp")
-_GROUP_OF = np.array([GROUPS.index("Warp" if name in WARPS else name) for name in OPERATIONS])
+GROUP_NAMES = (*SIMPLE_OPERATIONS, "Cutout", "Warp")
+_GROUP_OF = np.array([GROUP_NAMES.index("Warp" if name in WARPS else name) for name in OPERATIONS])
 
 
 def _brightness(images: Tensor) -> Tensor:
@@ -199,10 +199,10 @@ def _brightness(images: Tensor) -> Tensor:
     return (LUMA[0] * red + LUMA[1] * green + LUMA[2] * blue).round_().to(torch.uint8)[..., None]
 
 
-def _blended(images: Tensor, others: Tensor, strength: float) -> Tensor:
-    """Blend `others` (factor 0) with the images (factor 1) by _factor(strength), which may exceed 1."""
-    others = others.float()
-    return _clip(others + _factor(strength) * (images - others))
+def _blended(images: Tensor, blend_images: Tensor, strength: float) -> Tensor:
+    """Blend `blend_images` (factor 0) with the images (factor 1) by _factor(strength), which may exceed 1."""
+    blend_images = blend_images.float()
+    return _clip(blend_images + _factor(strength) * (images - blend_images))
 
 
 def _factor(strength: float) -> float:
@@ -227,7 +227,7 @@ def _warped(images: Tensor, factors: Tensor) -> Tensor:
     columns = (factors[0] * x + factors[1] * y + factors[2] + 0.5).floor_().long()  # [b, H, W]
     rows = (factors[3] * x + factors[4] * y + factors[5] + 0.5).floor_().long()
     is_inside = (columns >= 0) & (columns < w) & (rows >= 0) & (rows < h)
-    first = torch.arange(b, device=images.device)[:, None, None] * (h * w)
-    pixels = first + rows.clamp_(0, h - 1) * w + columns.clamp_(0, w - 1)
+    first_pixels = torch.arange(b, device=images.device)[:, None, None] * (h * w)
+    pixels = first_pixels + rows.clamp_(0, h - 1) * w + columns.clamp_(0, w - 1)
     sampled = images.reshape(-1, 3).index_select(0, pixels.view(-1)).view(images.shape)
     return torch.where(is_inside[..., None], sampled, GREY)

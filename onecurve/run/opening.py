@@ -376,7 +376,7 @@ def _has_optimizer(checkpoint: Checkpoint, state: RunState, training: TrainingSt
     optimizer, and raises ValueError otherwise.
     """
     try:
-        training.optimizer.check(checkpoint, state.scalars(), training.moved_rows(checkpoint))
+        training.optimizer.check(checkpoint, state.scalars(), training.row_orders(checkpoint))
     except ValueError as problem:
         if "optimizer" not in recipe.allow_changed:
             raise ValueError(

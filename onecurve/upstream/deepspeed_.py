@@ -62,29 +62,29 @@ def _is_shown(record: logging.LogRecord) -> bool:
     return "untested optimizer" not in record.getMessage()
 
 
-def allow_smallest_scale(zero: Any) -> None:
+def allow_smallest_scale(zero_optimizer: Any) -> None:
     """Allow the loss scale of fp16 training to stay at the minimum.
 
     Otherwise, ZeRO's optimizer raises an Exception when the loss scale reaches the minimum. In this project,
     the class Run reports a non-finite loss in one line instead.
     """
-    zero.loss_scaler.raise_error_at_min_scale = False
+    zero_optimizer.loss_scaler.raise_error_at_min_scale = False
 
 
-def call_at_overflow(zero: Any, report: Callable[[], None]) -> None:
+def call_at_overflow(zero_optimizer: Any, report: Callable[[], None]) -> None:
     """Call report() whenever ZeRO's optimizer would skip a step because a gradient is not finite.
 
     Otherwise, DeepSpeed silently skips the step in bf16 and fp32 training (DeepSpeed #8415). All processes
     call report() in the same step.
     """
-    update_scale = zero._update_scale
+    update_scale = zero_optimizer._update_scale
 
-    def check(has_overflow: bool = False) -> None:
+    def check_overflow(has_overflow: bool = False) -> None:
         if has_overflow:
             report()
         update_scale(has_overflow)
 
-    zero._update_scale = check
+    zero_optimizer._update_scale = check_overflow
 
 
 def fragment(parameter: Any) -> tuple[int, int, int] | None:
@@ -102,47 +102,47 @@ def fragment(parameter: Any) -> tuple[int, int, int] | None:
     return in_parameter.start, in_parameter.numel, in_partition.start
 
 
-def partition_rank(zero: Any, parameter: Any) -> int:
+def partition_rank(zero_optimizer: Any, parameter: Any) -> int:
     """Return the index of this process's partition among the equal partitions of a ZeRO-3 parameter.
 
     The index is this process's rank, unless the DeepSpeed config uses secondary partitions.
     """
-    return zero._get_param_partition_rank(parameter)
+    return zero_optimizer._get_param_partition_rank(parameter)
 
 
-def end_zero3_step(zero: Any, partitions: int) -> None:
+def end_zero3_step(zero_optimizer: Any, partitions: int) -> None:
     """Copy the master weights into the model, as ZeRO-3 does at the end of an optimizer step.
 
     DeepSpeed's public function safe_set_full_fp32_param does not update the weights for the next forward
     pass.
     """
-    zero._partition_all_parameters()
+    zero_optimizer._partition_all_parameters()
     for partition in range(partitions):
-        zero._reassign_or_swap_out_partitioned_parameters(partition)
-    if zero.persistent_parameters:
-        zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+        zero_optimizer._reassign_or_swap_out_partitioned_parameters(partition)
+    if zero_optimizer.persistent_parameters:
+        zero_optimizer.persistent_parameters[0].all_gather(zero_optimizer.persistent_parameters)
 
 
-def zero_loss_scale(zero: Any) -> tuple[float, int] | None:
+def zero_loss_scale(zero_optimizer: Any) -> tuple[float, int] | None:
     """Return the fp16 loss scale and the number of steps since the last overflow.
 
     This project's checkpoints store only these two numbers, under every strategy. DeepSpeed's checkpoints
     store the loss scaler as a pickle. The result is None if the loss scale is not dynamic.
     """
-    if (scaler := _dynamic_scaler(zero)) is None:
+    if (scaler := _dynamic_scaler(zero_optimizer)) is None:
         return None
     return scaler.cur_scale, scaler.cur_iter - scaler.last_overflow_iter - 1
 
 
-def set_zero_loss_scale(zero: Any, scale: float, good_steps: int) -> None:
+def set_zero_loss_scale(zero_optimizer: Any, scale: float, good_steps: int) -> None:
     """Set the fp16 loss scale and the number of steps since the last overflow, as in zero_loss_scale()."""
-    scaler = _dynamic_scaler(zero)
+    scaler = _dynamic_scaler(zero_optimizer)
     scaler.cur_scale = scale
     scaler.cur_iter = scaler.last_overflow_iter + 1 + good_steps
 
 
-def _dynamic_scaler(zero: Any) -> Any:
-    scaler = getattr(zero, "loss_scaler", None)
+def _dynamic_scaler(zero_optimizer: Any) -> Any:
+    scaler = getattr(zero_optimizer, "loss_scaler", None)
     return scaler if getattr(scaler, "dynamic", False) else None
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # --- the compiler
 
 
-class _Compiler(ModuleType):
+class _CompilerStandIn(ModuleType):
     """Replacement for torch._dynamo that imports the real module on first use.
 
     Calls of graph_break and disable, which torch's optimizers always use, do not trigger the import.
@@ -44,7 +44,7 @@ def postpone_compiler() -> None:
 
     name = "torch._dynamo"
     if name not in sys.modules:
-        torch._dynamo = sys.modules[name] = _Compiler(name)
+        torch._dynamo = sys.modules[name] = _CompilerStandIn(name)
 
 
 def allow_recompilations(limit: int) -> None:
@@ -97,11 +97,11 @@ def lerp_(tensors: "Tensors", targets: "Tensors", weight: float) -> None:
     torch._foreach_lerp_(tensors, targets, weight)
 
 
-def add_(tensors: "Tensors", number: float) -> None:
+def add_(tensors: "Tensors", addend: float) -> None:
     """Add a number to each tensor in place, with few kernels for all tensors."""
     import torch
 
-    torch._foreach_add_(tensors, number)
+    torch._foreach_add_(tensors, addend)
 
 
 def multiply_(tensors: "Tensors", factor: "Tensor") -> None:
@@ -157,8 +157,8 @@ def loss_scale(scaler: Any) -> tuple[float, int]:
 
     Even state_dict() stores the number of steps under a private key.
     """
-    state = scaler.state_dict()
-    return state["scale"], state["_growth_tracker"]
+    scaler_state = scaler.state_dict()
+    return scaler_state["scale"], scaler_state["_growth_tracker"]
 
 
 def set_loss_scale(scaler: Any, scale: float, good_steps: int) -> None:
@@ -250,10 +250,10 @@ def reset_shards(model: Any) -> None:
     Otherwise, the next step fails, because no stream can wait for the capture's CUDA events. Waiting is not
     necessary, because a capture does not compute anything.
     """
-    context = model._get_fsdp_state()._comm_ctx
-    context.all_gather_state = None
-    context.reduce_scatter_states.clear()
-    context._last_post_reduce_events.clear()
+    comm_context = model._get_fsdp_state()._comm_ctx
+    comm_context.all_gather_state = None
+    comm_context.reduce_scatter_states.clear()
+    comm_context._last_post_reduce_events.clear()
     for module in model.modules():
         for group in module._get_fsdp_state()._fsdp_param_groups if hasattr(module, "unshard") else ():
             group._all_gather_result = group._post_reduce_event = None

@@ -109,7 +109,7 @@ def memory_tracker() -> Any:
     return MemTracker()
 
 
-def forget_peak(tracker: Any) -> None:
+def reset_peak_memory(tracker: Any) -> None:
     """Reset a MemTracker's peak memory.
 
     MemTracker's public reset method keeps the peak memory, for example of an earlier trace with larger

@@ -165,7 +165,7 @@ def test_gives_up_after_three_restarts_without_a_new_checkpoint(stoppable, tmp_p
 
 # --- Failures while the shards of a checkpoint are gathered
 
-SENT = "                        self._transfer(dist.send, part, 0)\n"
+SENT = "                        self._transfer(dist.send, sent_message, 0)\n"
 ONCE = f"""                        import os, signal, subprocess
                         if self.rank == 1 and os.path.isdir(os.environ["SAVED"]):
                             FAULT
@@ -382,7 +382,9 @@ def forge(folder: Path, **changes) -> None:
         path = folder / name
         manifest["files"][name] = {"size": path.stat().st_size, "sha256": checkpoints.sha256_of(path)}
     manifest |= changes
-    (folder / MANIFEST_FILE).write_text(json.dumps(manifest | {"digest": checkpoints._digest(manifest)}))
+    (folder / MANIFEST_FILE).write_text(
+        json.dumps(manifest | {"digest": checkpoints._manifest_digest(manifest)})
+    )
 
 
 class Trap:
@@ -479,7 +481,7 @@ def test_links_are_not_followed_when_checkpoints_are_removed(straight, tmp_path,
     for name in (".step_00000004.old", ".step_00000008.tmp", "step_00000004"):
         (parent / name).symlink_to(elsewhere)
     checkpoints.remove_temporary(parent)
-    checkpoints.remove(parent / "step_00000004")
+    checkpoints.remove_checkpoint(parent / "step_00000004")
     link = f"{parent}/step_00000004"
     message = f"Removing only the symbolic link {link}. The linked folder {elsewhere} is kept."
     assert message in capsys.readouterr().out
@@ -497,14 +499,14 @@ def test_links_are_not_followed_when_checkpoints_are_removed(straight, tmp_path,
 def test_the_best_the_last_two_and_every_nth_checkpoint_are_kept(saves, data):
     """Check which checkpoints are kept after each save, for any choice of best checkpoints.
 
-    Each selection starts from the checkpoints that the previous call of `to_keep` returned.
+    Each selection starts from the checkpoints that the previous call of `steps_to_keep` returned.
     """
     kept, best, saved = set(), None, sorted(saves)
     interval = data.draw(st.none() | st.integers(1, 9))
     for position, step in enumerate(saved):
         kept.add(step)
         best = data.draw(st.sampled_from([step, best])) if best else step
-        kept = checkpoints.to_keep(data.draw(st.permutations(sorted(kept))), best, interval)
+        kept = checkpoints.steps_to_keep(data.draw(st.permutations(sorted(kept))), best, interval)
         multiples = {s for s in saved[:position] if interval and s % interval == 0}
         assert kept == {*saved[max(0, position - 1) : position + 1], best} | multiples
 

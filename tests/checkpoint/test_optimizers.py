@@ -219,7 +219,7 @@ def test_flat_partitions_need_an_elementwise_optimizer(make, reason):
 class Rows(Layout):
     """Layout in which the optimizer receives each parameter as two tensors, each with half of the rows."""
 
-    parts = "shards"
+    partition_name = "shards"
 
     def arrangements(self):
         return [lambda tensors: [half for tensor in tensors for half in tensor.chunk(2)]]
@@ -240,12 +240,12 @@ def test_with_same_bits_shards_match_whole_parameters_or_are_refused(make):
     layout = Rows(model, SimpleNamespace(optimizer=make(model.parameters(), lr=0.01)))
     try_out(layout)
     if make in ELEMENTWISE:
-        assert try_out(layout, same_bits=True).state_names() is not None
+        assert try_out(layout, needs_bitwise=True).state_names() is not None
     else:
         with pytest.raises(
             ValueError, match="can't be used on shards: updates of shards are not bitwise identical"
         ):
-            try_out(layout, same_bits=True)
+            try_out(layout, needs_bitwise=True)
 
 
 class Listing(torch.optim.SGD):

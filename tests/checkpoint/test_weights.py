@@ -14,7 +14,7 @@ from timm.optim import param_groups_layer_decay
 from torch import Tensor
 
 from onecurve.checkpoint import weights
-from onecurve.checkpoint.format import commit, remove, write_step_index
+from onecurve.checkpoint.format import commit, remove_checkpoint, write_step_index
 from onecurve.checkpoint.snapshot import Snapshot
 from onecurve.flags.recipe import parse
 from onecurve.models.script import as_flags
@@ -194,7 +194,7 @@ def test_a_best_checkpoint_that_is_replaced_during_the_read(when, tmp_path, monk
 
     def replace() -> None:
         save(2)
-        remove(run / "checkpoints" / "step_00000001")
+        remove_checkpoint(run / "checkpoints" / "step_00000001")
 
     def verify(folder: Path, *heartbeat):
         if when == "while it is verified" and folder.name.endswith("1"):
@@ -203,7 +203,7 @@ def test_a_best_checkpoint_that_is_replaced_during_the_read(when, tmp_path, monk
 
     save(1)
     monkeypatch.setattr(weights, "verify", verify)
-    chosen = weights.find(str(run), "best", tmp_path, lambda: None)
+    chosen = weights.find_model(str(run), "best", tmp_path, lambda: None)
     if when == "before it is read":
         replace()
     weights.load_trained(model := build_model(Vit(**SMALL), 10), Path(chosen.weights))

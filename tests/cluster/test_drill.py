@@ -18,12 +18,12 @@ TO_S3 += ["--env", "NO_PROXY"]
 WAIT_FOR_UPLOAD = "self.mirror.offer(step, best)\n                self.mirror.wait(1e9)\n"
 NOT_WRITTEN = "        except OSError as error:\n"
 REMOVE_ALL = "            for old in steps_in(parent):\n"
-REMOVE_ALL += "                checkpoints.remove(parent / step_name(old))\n"
+REMOVE_ALL += "                checkpoints.remove_checkpoint(parent / step_name(old))\n"
 BATCH = "    batch = elastic_batch(job)\n"
 WITHOUT_TIMEOUT = "    job = __import__('dataclasses').replace(job, timeout_s=9999)\n"
-FILL = 'return send(f"{parameter}/{name}", shape, dtype)'
+FILL = 'return send_tensor(f"{parameter}/{name}", shape, dtype)'
 MUTANTS = {
-    "kill-rank": [("onecurve/checkpoint/optimizer_state.py", FILL, FILL.replace("send", "0 * send"))],
+    "kill-rank": [("onecurve/checkpoint/optimizer_state.py", FILL, FILL.replace("send_", "0 * send_"))],
     "kill-agent": [("onecurve/system/processes.py", "SIG, signal.SIGTERM", "SIG, signal.SIGKILL")],
     "cut-cable": [
         ("tools/launch/elastic.py", "if host.name not in self.away and not self._is_excluded(host)", ""),

@@ -16,8 +16,8 @@ from accelerate import Accelerator
 from PIL import Image, ImageOps
 
 from onecurve.data import cache
-from onecurve.data.cache import Prepared, prepare_cache, prepare_data
-from onecurve.data.class_folders import LeftOut, beside_splits, find_pictures, list_splits
+from onecurve.data.cache import PreparedData, prepare_cache, prepare_data
+from onecurve.data.class_folders import IgnoredFiles, find_pictures, folders_beside_splits, list_splits
 from onecurve.data.decode import EXTENSIONS, FORMATS, decode_image
 from onecurve.data.images import load, open_images, summary, warnings
 from onecurve.data.splits import FileSplit
@@ -43,7 +43,7 @@ from tools.prepare.preparation import find_dataset
 pytestmark = pytest.mark.filterwarnings("ignore:Palette images with Transparency:UserWarning")
 
 
-def prepare_with(data: Path, cache: Path, **flags) -> Prepared:
+def prepare_with(data: Path, cache: Path, **flags) -> PreparedData:
     return prepare_cache(ImageRecipe(data=str(data), cache_dir=str(cache), **flags), lambda: None)
 
 
@@ -90,7 +90,7 @@ def test_class_folders_next_to_a_split_are_reported(tmp_path):
     assert prepare_with(root, tmp_path / "cache", holdout=0.5).left_out == "bus/, car/ (train/ is a split)"
     # Layout of the dogs-vs-cats data set
     with pytest.raises(ValueError, match=r"train contains no class folders\. .*treated as a split"):
-        list_splits(put(tmp_path / "c", "train/cat.1.png", "test1/1.png"), LeftOut())
+        list_splits(put(tmp_path / "c", "train/cat.1.png", "test1/1.png"), IgnoredFiles())
 
 
 def test_deeper_folders_belong_to_the_class_above(tmp_path):
@@ -169,7 +169,7 @@ def test_circular_links_are_refused(form, tmp_path):
     (root / "train/a/out").symlink_to(outside)  # This symbolic link is not circular
     link.symlink_to(target)
     with pytest.raises(ValueError, match="link is a link to one of its parent folders"):
-        list_splits(root, LeftOut())
+        list_splits(root, IgnoredFiles())
 
 
 @pytest.mark.parametrize("layout", ["folder", "deeper", "folders", "list", "parquet", "saved"])
@@ -366,7 +366,7 @@ def test_images_in_both_splits_are_reported(form, tmp_path, monkeypatch):
         " will be too high. Remove these images from one of the two splits",
         *contradictions(2, both_labels),
     )
-    monkeypatch.setattr(cache, "SEARCHED_BYTES", 100)
+    monkeypatch.setattr(cache, "MAX_SEARCH_BYTES", 100)
     assert opened(root, tmp_path / "other").flaws == ()
 
 
@@ -438,7 +438,7 @@ def test_broken_images_of_several_sizes_are_reported_at_the_start(tmp_path, monk
     for path in train:
         (root / path).unlink()
     opened(root, tmp_path / "cache")
-    monkeypatch.setattr(cache, "SEARCHED_BYTES", 100)
+    monkeypatch.setattr(cache, "MAX_SEARCH_BYTES", 100)
     (root / "val/a/empty.jpg").write_bytes(b"")
     assert opened(root, tmp_path / "cache").flaws == ()
 
@@ -502,18 +502,18 @@ def test_folders_named_like_splits_are_not_classes(tmp_path):
     root = put(tmp_path / "leaves", "train_images/1.png", "train_images/2.png", "test_images/3.png")
     (root / "train.csv").write_text("image_id,label\n1.png,0\n2.png,1\n")
     with pytest.raises(ValueError, match=rf"refer to splits, not classes.*pass --data {root}/train.csv"):
-        list_splits(root, LeftOut())
+        list_splits(root, IgnoredFiles())
     (root / "train.csv").unlink()
     with pytest.raises(
         ValueError,
         match=r"test_images, train_images refer to splits, not classes\. Rename the split folders to",
     ):
-        list_splits(root, LeftOut())
+        list_splits(root, IgnoredFiles())
     land = put(tmp_path / "land", "seg_train/seg_train/sea/1.png", "seg_test/seg_test/sea/2.png")
     with pytest.raises(ValueError, match="the folder names seg_test, seg_train refer to splits"):
-        list_splits(land, LeftOut())
+        list_splits(land, IgnoredFiles())
     toys = put(tmp_path / "toys", "trains/1.png", "trams/2.png", "test tubes/3.png")
-    assert list_splits(toys, LeftOut())[1]["train"].keys() == {"trains", "trams", "test tubes"}
+    assert list_splits(toys, IgnoredFiles())[1]["train"].keys() == {"trains", "trams", "test tubes"}
 
 
 def test_lost_and_found_is_not_part_of_the_data(tmp_path):
@@ -521,7 +521,7 @@ def test_lost_and_found_is_not_part_of_the_data(tmp_path):
     root = put(tmp_path / "disk", "train/a/1.png", "val/a/2.png", "lost+found/train/3.png")
     (root / "lost+found" / "train-0.parquet").touch()
     assert parquet_files(root) is None
-    assert beside_splits(root) == []
+    assert folders_beside_splits(root) == []
 
 
 def test_shards_use_the_split_that_training_evaluates(tmp_path):

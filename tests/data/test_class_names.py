@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from onecurve.data.class_names import NEW, match_classes
+from onecurve.data.class_names import NEW_CLASS, match_classes
 
 NUMBERS = tuple(map(str, range(12)))
 AS_TEXT = tuple(sorted(NUMBERS))  # Class names in lexicographic order, as for class folders
@@ -25,11 +25,11 @@ CASES = {
         "D contains 1 of the 3 classes of M. Classes are matched by name.",
     ),
     "new classes": (
-        *("ab", "xby", [NEW, 1, NEW], 1, "xy", "a"),
+        *("ab", "xby", [NEW_CLASS, 1, NEW_CLASS], 1, "xy", "a"),
         "D contains 1 of the 2 classes of M and 2 other classes. Classes are matched by name.",
     ),
     "no common class": (
-        *("ab", "xy", [NEW, NEW], 0, "xy", "ab"),
+        *("ab", "xy", [NEW_CLASS, NEW_CLASS], 0, "xy", "ab"),
         "D contains 0 of the 2 classes of M and 2 other classes. Classes are matched by name.",
     ),
     "no names": (
@@ -38,10 +38,10 @@ CASES = {
         " order.",
     ),
     "accents apart": (["cafe\u0301", "x"], ["caf\u00e9", "x"], [0, 1], 2, "", "", ""),
-    "other characters": (["m\u00b2"], ["m2"], [NEW], 0, ["m2"], ["m\u00b2"], None),
+    "other characters": (["m\u00b2"], ["m2"], [NEW_CLASS], 0, ["m2"], ["m\u00b2"], None),
     "identical lists with equal names": ("aa", "aa", [0, 1], 2, "", "", ""),
     "further names": (SYNSETS, ["machine", "n1", "bird"], [2, 0, 1], 3, "", "", None),
-    "a shared further name": (SYNSETS, ["crane", "tench"], [NEW, 0], 1, ["crane"], ["n2", "n3"], None),
+    "a shared further name": (SYNSETS, ["crane", "tench"], [NEW_CLASS, 0], 1, ["crane"], ["n2", "n3"], None),
     "a first name is another's further one": ([("a", "b"), ("b",)], ["b"], [1], 1, "", "a", None),
     "no classes": ("", "", [], 0, "", "", ""),
 }

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from onecurve.data.conversions import SAMPLE, conversion_warnings, look_at
+from onecurve.data.conversions import SAMPLED_IMAGES, conversion_warnings, image_stats
 from onecurve.data.decode import decode_image
 from tests.support.data_sets import class_folders, encode, opened, picture, png, write
 from tests.support.imagenet import prep
@@ -67,7 +67,7 @@ TWELVE = "levels 0 to 15 of 255 after conversion to 8 bits. The files contain 16
 )
 def test_a_conversion_that_can_erase_the_signal(image, format, warning):
     """Check that a conversion causes one warning if it affects at least a tenth of the images."""
-    samples = [look_at(data, decode_image(data)) for data in (encode(image, format), png(1))]
+    samples = [image_stats(data, decode_image(data)) for data in (encode(image, format), png(1))]
     lines = conversion_warnings(samples[:1], is_cropped=True)
     assert len(lines) == bool(warning), lines
     assert not warning or warning in lines[0]
@@ -89,5 +89,5 @@ def test_conversion_warnings_appear_at_the_start(form, tmp_path, capfd):
         prep("--from", "folder", "--data", root, "--out", tmp_path / "out")
         root = tmp_path / "out"
     lines = [line for line in opened(root, tmp_path / "cache").flaws if "sampled" in line]
-    assert f"the pixels of {SAMPLE + 4} sampled images use only levels 0 to 15" in lines[0]
+    assert f"the pixels of {SAMPLED_IMAGES + 4} sampled images use only levels 0 to 15" in lines[0]
     assert len(lines) == (1 if form == "one size" else 2)

@@ -14,8 +14,8 @@ from onecurve.data.cache import prepare_data
 from onecurve.data.crops import _resize_by_torch, evaluation_crop, random_box, random_resized_crop
 from onecurve.data.decode import (
     checks_jpegs,
-    damage,
     decode_image,
+    find_damage,
     jpeg_frame,
     open_image,
     torchcodec_decoder,
@@ -99,15 +99,15 @@ def test_intact_jpegs_are_not_reported_as_damaged(photographs):
     files = sorted(photographs.glob("*.JPEG"))
     assert len(files) == 100
     for file in files:
-        assert damage(file.read_bytes()) is None
+        assert find_damage(file.read_bytes()) is None
     jpeg_options = {"progressive": True}, {"subsampling": "4:4:4"}, {"restart_marker_rows": 1}, {"quality": 1}
     for options in jpeg_options:
-        assert damage(encode(picture(width=61, height=47), **options)) is None
+        assert find_damage(encode(picture(width=61, height=47), **options)) is None
     for image in (picture().convert("L"), picture().convert("CMYK"), Image.new("RGB", (999, 1))):
         data = encode(image)
-        assert damage(data) is None
+        assert find_damage(data) is None
         decode_image(data)
-    assert damage(png()) is None
+    assert find_damage(png()) is None
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_half_a_jpeg_with_an_end_marker_is_damaged(options):
     jpeg = encode(picture(width=256, height=256).convert(options.pop("mode", "RGB")), quality=95, **options)
     for part in (half(jpeg), jpeg[: len(jpeg) * 9 // 10] + b"\xff\xd9"):
         decode_image(part)  # No decoder raises an error for this image
-        assert damage(part)
+        assert find_damage(part)
 
 
 def test_half_a_jpeg_is_reported_when_the_cache_is_prepared(tmp_path):
@@ -147,7 +147,7 @@ def test_endless_padding_is_not_read_byte_by_byte(monkeypatch):
     padded, reason = jpeg[:2] + b"\xff" * 20_000_000 + jpeg[2:], "the header contains 20,000,000 bytes"
     with pytest.raises(ValueError, match=reason):
         decode_image(padded)
-    assert damage(padded).startswith(reason)
+    assert find_damage(padded).startswith(reason)
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
@@ -257,6 +257,6 @@ def test_without_simplejpeg_images_are_decoded_and_a_warning_appears_once(tmp_pa
     checks_jpegs.cache_clear()
     prepare_data(str(pictures(tmp_path / "data", 9)), tmp_path / "cache")
     assert capsys.readouterr().err.count("simplejpeg is not installed") == 1
-    assert damage(b"no image")
+    assert find_damage(b"no image")
     monkeypatch.undo()
     checks_jpegs.cache_clear()

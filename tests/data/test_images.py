@@ -47,7 +47,9 @@ PNG = png()
 
 def in_cache(folder: Path) -> list[Path]:
     """Return the cached files except for the lock and the list of broken images."""
-    return [path for path in folder.iterdir() if path.name not in (image_cache.LOCK, image_cache.BROKEN)]
+    return [
+        path for path in folder.iterdir() if path.name not in (image_cache.LOCK_FILE, image_cache.BROKEN_FILE)
+    ]
 
 
 def read(split: FileSplit | ArraySplit, plan: list, **options) -> tuple[torch.Tensor, torch.Tensor]:
@@ -210,7 +212,7 @@ def test_large_data_stays_encoded(tmp_path, monkeypatch, form):
     root = make(tmp_path / "data")
     array = opened(root, tmp_path / "one")
     images = len(array.train) + len(array.val)
-    monkeypatch.setattr(image_cache, "DECODED_BYTES", images * 3072 - 1)
+    monkeypatch.setattr(image_cache, "MAX_DECODED_BYTES", images * 3072 - 1)
     files = opened(root, tmp_path / "two")
     assert isinstance(files.val, FileSplit)
     assert (files.source, files.classes) == (array.source, array.classes)
@@ -220,7 +222,7 @@ def test_large_data_stays_encoded(tmp_path, monkeypatch, form):
     pixels, labels = read(files.val, [(0, np.array([3, 1]))], train=False, size=28)
     assert (pixels.numpy() == array.val.images[[3, 1], 2:30, 2:30]).all()
     assert labels.tolist() == array.val.labels[[3, 1]].tolist()
-    monkeypatch.setattr(image_cache, "DECODED_BYTES", images * 3072)
+    monkeypatch.setattr(image_cache, "MAX_DECODED_BYTES", images * 3072)
     assert isinstance(opened(root, tmp_path / "three").val, ArraySplit)
 
 
@@ -240,7 +242,7 @@ def test_images_much_taller_than_wide_are_shifted_within_themselves():
 
 
 def test_one_image_of_another_size_at_the_end_is_detected(tmp_path, monkeypatch):
-    monkeypatch.setattr(conversions, "SAMPLE", 2)  # Examine only a split's first and last image
+    monkeypatch.setattr(conversions, "SAMPLED_IMAGES", 2)  # Examine only a split's first and last image
     root = class_folders(tmp_path / "data")
     picture(0, 32, 40).save(root / "val" / "b" / "1.png")
     folder = prepare_data(str(root), tmp_path / "cache")
@@ -492,7 +494,7 @@ def test_the_area_of_random_crops():
 
 @pytest.mark.parametrize("name", ["train_cnn_a", "train_cnn_b", "train_vit"])
 def test_scripts_pass_the_area_of_crops(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(image_cache, "DECODED_BYTES", 0)  # Keep the images encoded
+    monkeypatch.setattr(image_cache, "MAX_DECODED_BYTES", 0)  # Keep the images encoded
     script = importlib.import_module(name)
     images = opened(class_folders(tmp_path / "data", train=8, val=8), tmp_path / "cache")
     assert isinstance(images.train, FileSplit)

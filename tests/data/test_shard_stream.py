@@ -146,7 +146,7 @@ def test_the_advised_cache_size_is_enough(url, through_proxy, tmp_path, monkeypa
     One evaluation runs during training and another at the end. By then, training has prefetched as many
     shards as the cache allows.
     """
-    monkeypatch.setattr(shard_cache, "NO_ROOM_S", 5)
+    monkeypatch.setattr(shard_cache, "ROOM_TIMEOUT_S", 5)
     batch, small = share_out(24, 6, 1), training_split(url, tmp_path, workers=2, cache_gib=5 * SHARD_GIB)
     enough = small.needed_bytes(batch) / 2**30  # Required cache size in GiB, not rounded up
     assert enough < 28 * SHARD_GIB
@@ -219,7 +219,7 @@ def test_a_cache_that_is_too_small_is_refused_at_the_start(url, through_proxy, t
 
 def test_shards_in_use_by_another_process_are_not_removed(url, through_proxy, tmp_path, monkeypatch):
     """Let another process use the whole cache. A read must fail after a timeout and evict no shard."""
-    monkeypatch.setattr(shard_cache, "NO_ROOM_S", 1)
+    monkeypatch.setattr(shard_cache, "ROOM_TIMEOUT_S", 1)
     train, other, files = training_split(url, tmp_path), training_split(url, tmp_path).cache, FILES[:ROOM]
     locks = [other.hold(file, threading.Event()) for file in files]
     with pytest.raises(ValueError, match=r"has no space for train-00020\.tar, because all .* are in use"):
@@ -254,7 +254,7 @@ def test_shards_are_prefetched(url, through_proxy, tmp_path):
         next(iter(supply))
         # No partial files remain.
         wait_until(lambda: {path.name for path in shards_in(tmp_path)} == set(FILES[:5]))
-        assert set(supply.held) == set(fetched(through_proxy)) == set(FILES[:5])
+        assert set(supply.reserved) == set(fetched(through_proxy)) == set(FILES[:5])
 
 
 def test_too_many_open_files_are_a_clear_error(url, through_proxy, tmp_path):

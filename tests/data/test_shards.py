@@ -460,7 +460,7 @@ def samples(folder: Path) -> list[list[int]]:
 
 @pytest.mark.needs("root")  # The test mounts a file system
 def test_a_full_dev_shm_is_one_line():
-    code = "import torch; from onecurve.data.workers import _share; print(_share(torch.empty(2**20), 8))"
+    code = "import torch; import onecurve.data.workers as w; print(w._share_crops(torch.empty(2**20), 8))"
     mounted = 'mount -t tmpfs -o size=256k tmpfs /dev/shm && exec "$@"'
     words = ["unshare", "--mount", "sh", "-c", mounted, "sh", *python(), "-c", code]
     output = subprocess.check_output(words, cwd=ROOT, text=True)
@@ -479,7 +479,7 @@ def test_a_change_is_advised_only_if_the_run_can_resume(folder, logged, newest, 
     """
     recipe, state = ImageRecipe(output_dir=folder), SimpleNamespace(logged_step=logged)
     ranks = SimpleNamespace(recipe=recipe, state=state, newest=newest)
-    error = ValueError(f"a.jpg: broken{workers.ADVICE[True]}")
+    error = ValueError(f"a.jpg: broken{workers.BROKEN_IMAGE_ADVICE[True]}")
     message = str(explained(error, None, None, ranks))
     assert message.endswith(" --allow_changed on_bad_image") == resumes
 

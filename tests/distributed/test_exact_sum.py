@@ -306,7 +306,7 @@ def test_a_bucket_without_gradients_adds_nothing_of_the_last_step(monkeypatch):
         return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(exact_sum, "BUCKET", 1)
+    monkeypatch.setattr(exact_sum, "BUCKET_SIZE", 1)
     model = nn.ParameterList([torch.zeros(3), torch.zeros(3)])
     summed = exact_sum.ExactSum(fake(processes=2, sync_gradients=True), model)
     summed.backward(4 * model[0].sum() + 4 * model[1].sum())

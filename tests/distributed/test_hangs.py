@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from onecurve.distributed.hang import collectives, hang_table
+from onecurve.distributed.hang import hang_table, recorded_collectives
 from onecurve.system.env import EVENTS_FILE, EventReader
 from onecurve.system.phase import Replay, now
 from tests.conftest import CNN, Job, full, mutate, result, torchrun
@@ -105,8 +105,8 @@ def test_the_table_names_replays(numbers, message, monkeypatch):
         monkeypatch.setattr(now, "replay", Replay(number or 6, launched=number or 6))
         if number is None:
             now.replay.ended = lambda: True
-        waits = [call for call in collectives() if not call["is_done"]]
-        replay = {"waits": waits, "last": collectives()[-1], "sequence": {"graph": number or 6}}
+        waits = [call for call in recorded_collectives() if not call["is_done"]]
+        replay = {"waits": waits, "last": recorded_collectives()[-1], "sequence": {"graph": number or 6}}
         rows.append(evidence(rank, *WAITS) | {"hosts": ["node1", "node1"]} | replay)
     first, _, *lines = hang_table(rows)
     assert message in first
@@ -114,9 +114,9 @@ def test_the_table_names_replays(numbers, message, monkeypatch):
 
 
 # In the third replay, rank 1 stops or dies, and rank 0 waits forever, as if it were waiting for a device.
-REPLAYS = "        if not self.on_gpu:\n            return run\n"
+REPLAYS = "        if not self.on_gpu:\n            return run_step\n"
 HANGING = """        if not self.on_gpu:
-            return lambda: hang() if self.replays == 3 else run()
+            return lambda: hang() if self.replay_count == 3 else run_step()
 """
 HANG = f"""def hang() -> None:
     import signal, subprocess, time
@@ -126,7 +126,7 @@ HANG = f"""def hang() -> None:
     time.sleep(1000)
 
 
-{(SHAPE := "@dataclass" + chr(10) + "class Shape:")}"""
+{(SHAPE := "@dataclass" + chr(10) + "class CapturedShape:")}"""
 
 
 @pytest.mark.parametrize(

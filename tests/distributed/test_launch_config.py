@@ -304,7 +304,7 @@ def test_the_table_contains_every_variable_of_the_launcher():
     simple = set(re.findall(r'current_env\["([A-Z0-9_]+)"\]', source))
     sizes = re.findall(r'prefix \+ "((?:DP|TP|CP|SP)_[A-Z_]+SIZE)"', source)
     sized = {f"PARALLELISM_CONFIG_{name}" for name in sizes}
-    table = launch_config.supported()["answers"]
+    table = launch_config.supported_settings()["answers"]
     known = {variable for group in table.values() for variable, *_ in group.values()} | set(table)
     not_answers = {"PYTHONPATH", "KMP_AFFINITY", "KMP_BLOCKTIME", "OMP_NUM_THREADS"}
     not_answers |= {"XLA_USE_BF16", "XLA_DOWNCAST_BF16"}  # A different check refuses jobs on TPUs

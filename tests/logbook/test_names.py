@@ -11,7 +11,7 @@ from onecurve.checkpoint.format import MANIFEST_FILE, STATE_FILE, Checkpoint, ch
 from onecurve.data.cache import prepare_data
 from onecurve.data.images import open_images
 from onecurve.data.shards import parse_manifest
-from onecurve.distributed.launch_config import _read_deepspeed
+from onecurve.distributed.launch_config import _read_deepspeed_config
 from onecurve.flags.fields import read_config
 from onecurve.flags.recipe import ImageRecipe
 from onecurve.run import plots
@@ -121,7 +121,7 @@ READERS = {  # Reader of each file. Readers that continue without the file repor
     "config.json": lambda file: read_config(file, ()),
     "config.yaml": lambda file: read_config(file, ()),
     "accelerate.yaml": lambda file: read_yaml("--config_file", file),
-    "deepspeed.json": lambda file: _read_deepspeed("--deepspeed_config", str(file)),
+    "deepspeed.json": lambda file: _read_deepspeed_config("--deepspeed_config", str(file)),
     "restarts.json": deep_restart,
 }
 CONTENTS = {

@@ -17,7 +17,7 @@ from onecurve.numerics.augment import (
     COLOR,
     DRAWS,
     ERASING,
-    ORDERS,
+    JITTER_ORDERS,
     RAND_AUGMENT,
     color_jitter,
     gather,
@@ -28,7 +28,7 @@ from onecurve.numerics.augment import (
     to_float,
 )
 from onecurve.numerics.order import reseed, uniforms
-from onecurve.numerics.rand_augment import DRAWN, rand_augment
+from onecurve.numerics.rand_augment import LAYER_DRAWS, rand_augment
 from tests.conftest import ROOT, VIT, full, python, real_data, run
 from tests.support.data_sets import write_shards
 
@@ -126,14 +126,14 @@ def test_color_jitter_matches_torchvision_in_every_order(images, alone):
     orders = set()
     for image, result, (*factors, turn) in zip(images, jittered, draws, strict=True):
         expected = image.permute(2, 0, 1).float() / 255
-        for k in ORDERS[int(turn * 6)]:
+        for k in JITTER_ORDERS[int(turn * 6)]:
             expected = OPERATIONS[k](expected, 0.6 + 0.8 * factors[k])
         # Rounding the result adds half a step, and rounding the gray values before their mean adds slightly
         # more.
         assert (result.permute(2, 0, 1) - 255 * expected).abs().max() < 0.55
         orders.add(int(turn * 6))
     assert orders == set(range(6))
-    assert sorted(map(tuple, ORDERS)) == list(itertools.permutations(range(3)))
+    assert sorted(map(tuple, JITTER_ORDERS)) == list(itertools.permutations(range(3)))
     assert (jittered != images).flatten(1).any(1).sum() > 60  # A few images may have a factor close to 1
 
 
@@ -234,7 +234,7 @@ def test_each_type_of_draw_has_separate_columns():
     columns = [0, 1, 2, *range(4, 44)]
     for part in (COLOR, ERASING, RAND_AUGMENT):
         columns += range(DRAWS)[part]
-    assert len(columns) == len(set(columns)) == 52 + 4 * DRAWN
+    assert len(columns) == len(set(columns)) == 52 + 4 * LAYER_DRAWS
 
 
 def test_a_crop_is_resized_like_a_separate_image():

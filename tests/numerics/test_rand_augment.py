@@ -11,7 +11,7 @@ from onecurve.flags.recipe import share_out
 from onecurve.models.preprocessing import DataConfig
 from onecurve.numerics.augment import DRAWS, RAND_AUGMENT, gather, moved_pixels, moves, to_float
 from onecurve.numerics.order import training_plan, uniforms
-from onecurve.numerics.rand_augment import DRAWN, GREY, OPERATIONS, rand_augment
+from onecurve.numerics.rand_augment import GREY, LAYER_DRAWS, OPERATIONS, rand_augment
 from tests.conftest import real_data
 from train_vit import Vit, training_batches
 
@@ -28,7 +28,7 @@ def images() -> torch.Tensor:
 
 def draws_for(name: str, count: int) -> np.ndarray:
     """Return draws for one layer that applies this operation to all images."""
-    draws = uniforms(0, 0, np.arange(count), DRAWN)
+    draws = uniforms(0, 0, np.arange(count), LAYER_DRAWS)
     draws[:, 0] = (list(OPERATIONS).index(name) + 0.5) / len(OPERATIONS)
     return draws
 
@@ -109,8 +109,8 @@ def test_a_cut_out_is_a_grey_square_at_any_place(images):
 
 def test_operations_are_equally_frequent_and_layers_independent():
     draws = uniforms(0, 0, np.arange(16_000), DRAWS)[:, RAND_AUGMENT]
-    assert draws.shape[1] == Vit.__dataclass_fields__["randaug_layers"].metadata["maximum"] * DRAWN
-    first, second = ((draws[:, layer * DRAWN] * 16).astype(int) for layer in (0, 1))
+    assert draws.shape[1] == Vit.__dataclass_fields__["randaug_layers"].metadata["maximum"] * LAYER_DRAWS
+    first, second = ((draws[:, layer * LAYER_DRAWS] * 16).astype(int) for layer in (0, 1))
     assert np.bincount(first).min() > 850
     assert np.bincount(first * 16 + second).min() > 30
     assert len(OPERATIONS) == 16

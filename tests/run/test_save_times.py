@@ -40,7 +40,7 @@ class Simulation:
             future.set_result(None)
             return future
 
-        saver.thread = SimpleNamespace(submit=submit)
+        saver.executor = SimpleNamespace(submit=submit)
         recipe = {
             "checkpoint_every": "epoch",
             "checkpoint_s": 60.0,

@@ -70,7 +70,7 @@ def test_mixup_of_one_image_is_reported(tmp_path, cache):
 def test_a_photograph_cut_short_is_named(is_searched, workers, project_copy, tmp_path, cache):
     """Check that the message names the broken file if images are decoded at startup or during training."""
     if not is_searched:
-        mutate(project_copy, "onecurve/data/cache.py", "SEARCHED_BYTES = 4 * 2**30", "SEARCHED_BYTES = 0")
+        mutate(project_copy, "onecurve/data/cache.py", "MAX_SEARCH_BYTES = 4 * 2**30", "MAX_SEARCH_BYTES = 0")
     data = data_set(tmp_path / "images", train=[encode(picture(k)) for k in range(12)], val=4)
     large, broken, *_ = sorted((data / "train" / "a").iterdir())
     Image.effect_noise((90, 70), 64).convert("RGB").save(large)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import export
 import train_cnn_a
-from onecurve.checkpoint.weights import TrainedModel, find
+from onecurve.checkpoint.weights import TrainedModel, find_model
 from onecurve.data.workers import Pictures, Preprocessing
 from onecurve.models.preprocessing import DataConfig
 from onecurve.models.script import load_script
@@ -263,7 +263,7 @@ def test_an_exported_folder_is_accepted_as_a_model(name, runs, exported, tmp_pat
     assert "1 image predicted" in run([*python(), "predict.py", folder, *words])
     (folder / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="describes neither a timm model nor the training"):
-        find(str(folder), "best", tmp_path, lambda: None)
+        find_model(str(folder), "best", tmp_path, lambda: None)
 
 
 def best_step(folder: Path) -> str:

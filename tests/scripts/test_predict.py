@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import predict
-from onecurve.checkpoint.weights import find
+from onecurve.checkpoint.weights import find_model
 from onecurve.data.cache import prepare_data
 from onecurve.data.class_folders import find_pictures
 from onecurve.data.conversions import conversion_warnings
@@ -90,7 +90,7 @@ def test_pictures_are_prepared_like_in_the_runs_evaluations(cropped, expected, t
 
     Models saved by earlier versions do not specify `cropped`, and their pictures are cropped.
     """
-    model = find(str(trained), "best", tmp_path, lambda: None)
+    model = find_model(str(trained), "best", tmp_path, lambda: None)
     assert model.cropped is False
     model = replace(model, recipe=model.recipe | {"data": "/data/pets"}, cropped=cropped)
     _, preparation = predict.build(Accelerator(cpu=True), predict.Prediction(), model)

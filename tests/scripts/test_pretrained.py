@@ -19,7 +19,7 @@ from timm.models import save_for_hf
 
 import export
 from onecurve.checkpoint.published import class_names, of_name
-from onecurve.checkpoint.weights import find, of_model
+from onecurve.checkpoint.weights import as_timm_model, find_model
 from onecurve.models.preprocessing import FLAGS
 from predict import Prediction
 from tests.checkpoint.test_checkpoints import forge
@@ -190,18 +190,18 @@ def test_a_lone_file_and_other_classes(hub, tmp_path):
     numbered.
     """
     file = shutil.copy(hub / "model.safetensors", tmp_path / "w.safetensors")
-    model = of_model(find(str(file), "best", tmp_path, lambda: None), NAME)
+    model = as_timm_model(find_model(str(file), "best", tmp_path, lambda: None), NAME)
     assert (model.published, model.classes[0]) == (1000, "tench, Tinca tinca")
     assert model.preprocessing["interpolation"] == "bicubic"
     torch.manual_seed(0)
     small_model = timm.create_model("test_vit", num_classes=7)
     save_for_hf(small_model, str(tmp_path / "seven"), safe_serialization=True)
-    model = find(str(tmp_path / "seven"), "best", tmp_path, lambda: None)
+    model = find_model(str(tmp_path / "seven"), "best", tmp_path, lambda: None)
     assert (model.published, model.classes, model.recipe["image_size"]) == (7, None, 160)
     save_file({"x": torch.zeros(2)}, tmp_path / "headless.safetensors")
-    lone = find(str(tmp_path / "headless.safetensors"), "best", tmp_path, lambda: None)
+    lone = find_model(str(tmp_path / "headless.safetensors"), "best", tmp_path, lambda: None)
     with pytest.raises(ValueError, match="has no classification head"):
-        of_model(lone, "test_vit")
+        as_timm_model(lone, "test_vit")
 
 
 @pytest.mark.parametrize(

@@ -91,11 +91,11 @@ def test_files_are_listed_once_and_a_long_list_delays_no_import(tmp_path, monkey
         return Source("images", (), lambda *_: ())
 
     monkeypatch.setattr(sources, "_find_files", slow)
-    monkeypatch.setattr(sources, "EARLY_S", 0)
+    monkeypatch.setattr(sources, "LISTING_WAIT_S", 0)
     recipe = ImageRecipe(data=str(tmp_path))
     assert sources.check_inputs(recipe) == 0
     may_end.set()
-    monkeypatch.setattr(sources, "EARLY_S", 10)
+    monkeypatch.setattr(sources, "LISTING_WAIT_S", 10)
     assert sources.find_source(recipe, lambda: None).name == "images"
     assert sources.check_inputs(recipe) == 0
     assert sources.find_source(recipe, lambda: None).name == "images"

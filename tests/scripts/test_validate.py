@@ -14,7 +14,7 @@ import pytest
 from sklearn import metrics as sklearn_metrics
 
 from onecurve.checkpoint.format import DamagedCheckpoint, parse_step_index
-from onecurve.checkpoint.weights import find
+from onecurve.checkpoint.weights import find_model
 from onecurve.flags.recipe import parse
 from onecurve.models.script import as_flags, load_script, own_script, recipe_class
 from onecurve.run.evaluation import CONFUSED, frequent_mistakes
@@ -198,12 +198,12 @@ def test_from_s3(trained, s3, cache, tmp_path, monkeypatch):  # noqa: F811
     report = read(tmp_path / "out")
     assert (report["images"], report["split"]) == (1437, "train")
     assert report["checkpoint"] == f"{store.url}/checkpoints/{latest(trained).name}/model.safetensors"
-    assert find(store.url, "latest", tmp_path, beat).reports == "validation/my_run"
+    assert find_model(store.url, "latest", tmp_path, beat).reports == "validation/my_run"
     store.write(f"checkpoints/{latest(trained).name}/model.safetensors", b"short")
     with pytest.raises(ValueError, match=r"model.safetensors has 5 bytes"):
-        find(store.url, "best", tmp_path / "again", beat)
+        find_model(store.url, "best", tmp_path / "again", beat)
     with pytest.raises(ValueError, match="does not contain a run"):
-        find(f"{store.url}/nothing", "best", tmp_path, beat)
+        find_model(f"{store.url}/nothing", "best", tmp_path, beat)
 
 
 @pytest.mark.parametrize("launcher", ["python", full("torchrun")])
@@ -326,9 +326,9 @@ def test_a_damaged_checkpoint_is_named(copy, cache):
     assert f"error: {file} does not match the SHA-256 in the manifest" in output
     assert not (copy / "validation").exists()
     with pytest.raises(DamagedCheckpoint):
-        find(str(file), "best", copy, beat)
+        find_model(str(file), "best", copy, beat)
     with pytest.raises(ValueError, match=r"none of the 1 checkpoints in .* passes verification"):
-        find(str(copy), "latest", copy, beat)
+        find_model(str(copy), "latest", copy, beat)
 
 
 def test_no_code_of_a_checkpoint_runs(copy, cache, tmp_path):
@@ -363,23 +363,23 @@ def test_paths_of_a_model(copy, tmp_path):
     step = result(copy)["best_step"]
     checkpoint = latest(copy)
     for path in (copy, checkpoint, checkpoint / "model.safetensors"):
-        model = find(str(path), "best", tmp_path, beat)
+        model = find_model(str(path), "best", tmp_path, beat)
         assert Path(model.weights) == checkpoint / "model.safetensors"
         assert (model.step, model.script, model.run_name) == (step, "train_cnn_a", copy.name)
         assert model.reports == str(copy / "validation")
     moved = shutil.copytree(checkpoint, tmp_path / checkpoint.name)
-    assert find(str(moved), "best", tmp_path, beat).reports == f"validation/{moved.name}"
+    assert find_model(str(moved), "best", tmp_path, beat).reports == f"validation/{moved.name}"
     with pytest.raises(ValueError, match=r"optimizer.safetensors does not contain a model"):
-        find(str(checkpoint / "optimizer.safetensors"), "best", tmp_path, beat)
+        find_model(str(checkpoint / "optimizer.safetensors"), "best", tmp_path, beat)
     with pytest.raises(ValueError, match="does not exist"):
-        find(str(tmp_path / "nothing"), "best", tmp_path, beat)
+        find_model(str(tmp_path / "nothing"), "best", tmp_path, beat)
     with pytest.raises(ValueError, match=r"contains neither checkpoints nor"):
-        find(str(tmp_path), "best", tmp_path, beat)
+        find_model(str(tmp_path), "best", tmp_path, beat)
     index = copy / "checkpoints" / "index.json"
     index.write_text('{"latest": "step_00000011"}')
     with pytest.raises(ValueError, match="Use --which latest"):
-        find(str(copy), "best", tmp_path, beat)
-    assert find(str(copy), "latest", tmp_path, beat).step == step
+        find_model(str(copy), "best", tmp_path, beat)
+    assert find_model(str(copy), "latest", tmp_path, beat).step == step
 
 
 @pytest.mark.parametrize("content", ["{", '{"best": 3}', '{"best": null}'])
@@ -387,7 +387,7 @@ def test_a_broken_index_is_named(content, copy, tmp_path):
     index = copy / "checkpoints" / "index.json"
     index.write_bytes(content.encode("latin1"))
     with pytest.raises(ValueError, match=r"checkpoints/index.json is not a valid checkpoint index"):
-        find(str(copy), "best", tmp_path, beat)
+        find_model(str(copy), "best", tmp_path, beat)
     assert parse_step_index(b'{"best": "../../x", "latest": "step_00000003"}', "here") == {"latest": 3}
 
 

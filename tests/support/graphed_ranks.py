@@ -105,7 +105,7 @@ MUTANTS = {
                  ", torch.where(is_exact, math.inf, self.steps)); self.failed = self.failed.clone()"),),
     ),
 }  # fmt: skip
-OF_FSDP = {"gathered parameters in a replay": Case(mutant=(("if self.is_gathered:", "if False:"),))}
+OF_FSDP = {"gathered parameters in a replay": Case(mutant=(("if self.has_gathered:", "if False:"),))}
 
 
 # References to all StepGraphs, because a script's training loop also keeps its graph until the end

@@ -13,11 +13,11 @@ import torch
 from jinja2 import Template
 from torch import Tensor, nn
 
-from onecurve.checkpoint.weights import TrainedModel, find, load_weights, open_script
+from onecurve.checkpoint.weights import TrainedModel, find_model, load_weights, open_script
 from onecurve.data.cache import prepare_cache
 from onecurve.data.class_names import match_classes
 from onecurve.data.images import open_images
-from onecurve.data.sources import KNOWN
+from onecurve.data.sources import BUILT_IN_DATA
 from onecurve.flags.recipe import ImageRecipe, recipe_part
 from onecurve.models.preprocessing import DataConfig
 from onecurve.models.script import MOVE, load_script, model_section
@@ -75,7 +75,7 @@ def open_trained(
         scratch: Folder for downloaded files.
         count: Number of held-out images.
     """
-    trained = find(location, which, scratch, lambda: None)
+    trained = find_model(location, which, scratch, lambda: None)
     if trained.recipe is None:
         problem = "is a single file without a recipe. Specify the checkpoint folder or the run folder"
         raise ValueError(f"{trained.name} {problem}.")
@@ -125,7 +125,7 @@ def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
     else:
         config = _write_weights_and_code(exported, folder)
     data = exported.recipe.data
-    data = data if data in KNOWN or data.startswith("hub:") else f"./{Path(data).name}"
+    data = data if data in BUILT_IN_DATA or data.startswith("hub:") else f"./{Path(data).name}"
     recipe = recipe_part(exported.recipe) | {"data": data}
     recipe.pop("weights", None)
     trained_by: dict[str, Any] = {"script": exported.trained.script, "recipe": recipe}

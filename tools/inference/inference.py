@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from onecurve.checkpoint.published import download
-from onecurve.checkpoint.weights import TrainedModel, find, of_model
+from onecurve.checkpoint.weights import TrainedModel, as_timm_model, find_model
 from onecurve.data.splits import ArraySplit, CroppedSplit, Split
 from onecurve.distributed.accelerator import start
 from onecurve.distributed.agreement import once
@@ -97,14 +97,14 @@ class Inference:
         """Find the model in files, or download a timm model's weights from the Hugging Face Hub."""
         if self.pretrained or (is_hub_name(location) and not Path(location).exists()):
             name = timm_name(location)
-            trained = find(str(download(name)), self.which, scratch, heartbeat)
+            trained = find_model(str(download(name)), self.which, scratch, heartbeat)
             return dataclasses.replace(trained, name=f"timm/{name}", reports=f"validation/{name}")
         if "://" not in location and not Path(location).exists():
             remedy = "To use a timm model with this name, add --pretrained."
             raise ValueError(f"{location} does not exist. {remedy}")
-        trained = find(location, self.which, scratch, heartbeat)
+        trained = find_model(location, self.which, scratch, heartbeat)
         if self.model and not self.script and trained.recipe is None:
-            return of_model(trained, timm_name(self.model))
+            return as_timm_model(trained, timm_name(self.model))
         return trained
 
     def finish(self, accelerator: Accelerator, report: Callable[[], None]) -> None:

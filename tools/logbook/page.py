@@ -23,7 +23,7 @@ from tools.logbook.run_record import (
 )
 from tools.logbook.spent import main_processes, parts_s, paused_s
 
-SHOWN_CLASSES = 20  # maximum number of rows in the class table
+SHOWN = 20  # maximum number of rows in the class table
 MOST_STARTS = 20  # maximum number of starts in a table that is not folded
 SHOWN_CHARACTERS = 60_000  # maximum length of an nvidia-smi dump. GitHub shows at most 512 kB per page
 PER_CLASS = ("precision", "recall", "f1", "specificity", "support")
@@ -130,9 +130,9 @@ def _report_rows(report: dict[str, Any]) -> dict[str, Any]:
     if any(len(columns.get(name) or ()) != len(classes) for name in PER_CLASS):
         return shown
     shown_classes = list(range(len(classes)))
-    if len(classes) > SHOWN_CLASSES:
+    if len(classes) > SHOWN:
         with_images = [label for label in shown_classes if columns["support"][label]]
-        shown_classes = sorted(with_images, key=lambda label: columns["f1"][label])[:SHOWN_CLASSES]
+        shown_classes = sorted(with_images, key=lambda label: columns["f1"][label])[:SHOWN]
         shown["shown"] = f"The {len(shown_classes)} of {len(classes)} classes with the lowest F1"
     for label in shown_classes:
         shares = (f"{columns[name][label]:{',' if name == 'support' else '.4f'}}" for name in PER_CLASS)

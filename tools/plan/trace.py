@@ -203,7 +203,7 @@ def trace(
         peaks: dict[int, dict[str, int]] = {}
 
         def find_peak(size: int) -> None:
-            torch_fakes.forget_peak(tracker)
+            torch_fakes.reset_peak_memory(tracker)
             step(size)
             snapshot = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
             peaks[size] = {

@@ -13,20 +13,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from onecurve.data.class_folders import (
-    DANGLING,
-    LOOSE,
-    LeftOut,
+    DANGLING_LINKS,
+    OUTSIDE_CLASSES,
+    IgnoredFiles,
     check_known,
+    drop_empty,
     is_hidden,
     is_image,
     list_classes,
     list_images,
     used_splits,
-    without_empty,
 )
 from onecurve.data.decode import EXTENSIONS
 from onecurve.data.encoded import SPLITS
-from onecurve.data.tables import BY_TYPE, Table, parquet_files, read_images, read_labels
+from onecurve.data.tables import DEFAULT_COLUMNS, Table, parquet_files, read_images, read_labels
 from tools.prepare.archives import Member, Stream, members, open_stream
 from tools.prepare.devkit import MD5, VAL_NAME, check_classes, read_devkit, read_val_labels
 
@@ -105,7 +105,7 @@ def class_folders(root: Path) -> Iterator[ImageGroup]:
         yield ImageGroup(name, str(root / name), files)
 
 
-def list_folders(root: Path, left_out: LeftOut | None = None) -> dict[str, list[str]]:
+def list_folders(root: Path, left_out: IgnoredFiles | None = None) -> dict[str, list[str]]:
     """Map the class folder names in a folder, sorted, to the relative paths of their images.
 
     The validation images of Kaggle and Tiny ImageNet are not in class folders. A file lists the classes of
@@ -115,17 +115,17 @@ def list_folders(root: Path, left_out: LeftOut | None = None) -> dict[str, list[
         ValueError: If an image has no class, or if a link to an image or folder is dangling, because images
             would be lost unnoticed.
     """
-    left_out = left_out or LeftOut()
+    left_out = left_out or IgnoredFiles()
     images_by_class = list_classes(root, left_out).items()
     classes = {name: [f"{name}/{path}" for path in paths] for name, paths in images_by_class}
-    if link := left_out.first.get(DANGLING):
+    if link := left_out.first.get(DANGLING_LINKS):
         raise ValueError(f"{link} is a dangling link. Fix or remove the link.")
     if len(classes) < 2 and (file := _find_class_list(root)):
-        classes = _group_by_list(root, list_images(root, LeftOut()), file)
-        del left_out.counts[LOOSE]
-    classes = without_empty("", classes, left_out)
+        classes = _group_by_list(root, list_images(root, IgnoredFiles()), file)
+        del left_out.counts[OUTSIDE_CLASSES]
+    classes = drop_empty("", classes, left_out)
     if not classes:
-        if LOOSE in left_out.first:
+        if OUTSIDE_CLASSES in left_out.first:
             remedy = f"Put {KAGGLE_LIST}, which lists the classes of the images, next to the folder."
             raise ValueError(f"{root} contains images outside class folders. {remedy}")
         raise ValueError(f"{root} contains no images ({' '.join(EXTENSIONS)})")
@@ -228,7 +228,7 @@ class Originals:
         for part, where in self.parts.items():
             if Path(where).is_dir():
                 print(f"listing the images in {where}", flush=True)
-                listed[part] = list_folders(Path(where), left_out := LeftOut())
+                listed[part] = list_folders(Path(where), left_out := IgnoredFiles())
                 if text := str(left_out):
                     print(f"left out: {text}", flush=True)
                 paths = [path for images in listed[part].values() for path in images]
@@ -344,7 +344,7 @@ class ParquetFolder(Originals):
             self.bytes[split], self.versions[split] = size_and_version(folder, names)
 
     def read_classes(self) -> None:
-        names, labels = read_labels(self.tables, BY_TYPE, lambda: None)
+        names, labels = read_labels(self.tables, DEFAULT_COLUMNS, lambda: None)
         self.classes = [{"wnid": name, "name": name} for name in names]
         self.labels = {split: partial(_label_in_row, labels[split].numbers) for split in self.tables}
 
@@ -354,7 +354,7 @@ class ParquetFolder(Originals):
             extension = next((end for begin, end in MAGIC_BYTES.items() if content.startswith(begin)), ".jpg")
             return ImageFile(f"{row:09d}{extension}", partial(bytes, content))
 
-        contents = read_images(self.tables[split], BY_TYPE, lambda: None)
+        contents = read_images(self.tables[split], DEFAULT_COLUMNS, lambda: None)
         files = (image(row, content) for row, (content, _) in enumerate(contents))
         yield iter([ImageGroup(None, self.parts[split], files)]), None
 

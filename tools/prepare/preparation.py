@@ -16,7 +16,7 @@ from typing import Any
 from onecurve.data.class_folders import split_folders, used_splits
 from onecurve.data.encoded import SPLITS
 from onecurve.data.names import CollectedNames, names_file
-from onecurve.data.shards import FORMAT, index_name
+from onecurve.data.shards import MANIFEST_FORMAT, index_name
 from onecurve.system.progress import ReadingProgress
 from onecurve.system.s3 import ObjectStore
 from onecurve.system.text import printable
@@ -86,7 +86,7 @@ class Preparation:
         name = "imagenet" if flags.source == "imagenet" else Path(flags.data or flags.train or flags.val).stem
         self.journal.finish(
             {
-                "format": FORMAT,
+                "format": MANIFEST_FORMAT,
                 "kind": "in_place" if flags.format == "index" else "shards",
                 "name": name or "images",
                 "seed": flags.seed,

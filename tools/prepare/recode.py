@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from io import BytesIO
 
-from onecurve.data.decode import JPEG, damage, decode_image, jpeg_frame, open_image
+from onecurve.data.decode import JPEG_PREFIX, decode_image, find_damage, jpeg_frame, open_image
 from onecurve.system.processes import allowed_cores
 from tools.prepare.originals import ImageBatch, RawImage
 
@@ -55,7 +55,7 @@ def _recode_batch(batch: ImageBatch, short_side: int | None, quality: int, stric
             if not recoded_data:
                 is_refused = original_format is not None
                 recoded_data = _as_jpeg(_decode_upright(image.data), QUALITY) if is_refused else image.data
-            if strict and (problem := damage(image.data)):
+            if strict and (problem := find_damage(image.data)):
                 remedy = ", or pass --no_verify to keep the image unchanged"
                 raise ValueError(problem)
         except (ValueError, OSError) as error:  # the encoder raises OSError
@@ -85,7 +85,7 @@ def _decode_upright(data: bytes):
     """
     from PIL import Image, ImageOps
 
-    if data[:2] != JPEG:
+    if data[:2] != JPEG_PREFIX:
         return Image.fromarray(decode_image(data))
     picture = open_image(data)
     try:
