@@ -38,7 +38,7 @@ from typing import Any
 
 import psutil
 
-from onecurve.flags.fields import flags_where, without
+from onecurve.flags.fields import flags_where, without_flags
 from onecurve.flags.recipe import ImageRecipe, recipe_part
 from onecurve.flags.recipe import parse as parse_recipe
 from onecurve.system.cli import check_positive, command_parser, config_file, run_command, split_at_script
@@ -291,7 +291,7 @@ class BatchSearch:
         if sizes := self.recipe.train_sizes:
             flags["train_sizes"] = max(sizes)
         replaced = [field for field in fields(self.recipe) if field.name in flags]
-        return [*without(self.flags.script, replaced), *(f"--{name}={v}" for name, v in flags.items())]
+        return [*without_flags(self.flags.script, replaced), *(f"--{name}={v}" for name, v in flags.items())]
 
     def _read(self, size: int, launch: LaunchResult, run: Path) -> Trial:
         """Read a trial's result from the run folder. Update the memory limit and the reported settings."""

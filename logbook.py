@@ -25,7 +25,7 @@ from typing import Any
 from onecurve.system.cli import add_help_flag, check_positive, command_parser, run_command
 from onecurve.system.files import parse_json, write_text
 from onecurve.system.paths import python_command, shortest
-from onecurve.system.text import natural, numbered
+from onecurve.system.text import natural_sort_key, numbered
 from tools.logbook import comparison as compare_page
 from tools.logbook import figures
 from tools.logbook import page as run_page
@@ -90,7 +90,7 @@ def add_runs(flags: argparse.Namespace) -> list[Path]:
 
 def write_run(logbook: Path, run: RunRecord) -> Path:
     # The run's first start determines the page, so that a run keeps its page when its strategy changes.
-    first = run.kept[0].about if run.kept else run.facts
+    first = run.kept[0].settings if run.kept else run.facts
     strategy = file_name(first.get("strategy", "unknown"))
     script = file_name(run.facts.get("script", "unknown"))
     stem = run.folder.resolve().name.removeprefix(f"{strategy}_")
@@ -161,12 +161,12 @@ def read_mark(page: Path) -> dict[str, Any]:
 
 def run_pages(logbook: Path) -> list[Path]:
     """Return the paths of all run pages, logbook/<script>/<strategy>/*.md."""
-    return sorted(logbook.glob("*/*/*.md"), key=natural)
+    return sorted(logbook.glob("*/*/*.md"), key=natural_sort_key)
 
 
 def write_index(logbook: Path) -> Path:
     """Write README.md from the marks of all pages, without reading the run folders."""
-    pages = [*run_pages(logbook), *sorted(logbook.glob(f"{COMPARE}/*.md"), key=natural)]
+    pages = [*run_pages(logbook), *sorted(logbook.glob(f"{COMPARE}/*.md"), key=natural_sort_key)]
     marks = {page.relative_to(logbook).as_posix(): read_mark(page) for page in pages}
     runs = {page: mark for page, mark in marks.items() if "run" in mark}
     comparisons = {page: mark["title"] for page, mark in marks.items() if "runs" in mark}

@@ -229,7 +229,7 @@ def draw_sheet(file: Path, rows: list[Row], trained: TrainedModel) -> list[Image
         squares.append(np.asarray(ImageOps.pad(Image.fromarray(pixels), (EDGE, EDGE), color="white")))
     shown = [(Path(printable(row["file"])).name, row["classes"][0], row["probabilities"][0]) for row in rows]
     captions = [f"{plots.file_caption(name)}\n{label}\n{share:.3f}" for name, label, share in shown]
-    plots.image_sheet(file, np.stack(squares), captions, f"{trained.script}: {len(rows)} predictions")
+    plots.draw_image_sheet(file, np.stack(squares), captions, f"{trained.script}: {len(rows)} predictions")
     return looks
 
 

@@ -154,7 +154,7 @@ from onecurve.models.timm_models import (
     data_config_of,
     fitting,
     head_names,
-    registered,
+    registered_config,
     speed_up,
 )
 from onecurve.numerics import augment
@@ -180,7 +180,7 @@ def build_model(recipe: Vit, classes: int, names: tuple[str, ...] = ()) -> nn.Mo
     """
     import timm  # takes seconds, so the script first prints its first lines
 
-    registered(recipe.model)  # raises an error for an unknown model
+    registered_config(recipe.model)  # raises an error for an unknown model
     recipe = recipe.resolved()
     options: dict[str, Any] = {"drop_path_rate": recipe.drop_path, "drop_rate": recipe.dropout}
     sizes = {"patch_size": recipe.patch_size, "depth": recipe.depth}

@@ -52,7 +52,7 @@ from onecurve.distributed.strategy import device_name, precision, strategy
 from onecurve.distributed.watch import Preempted, watch
 from onecurve.flags.recipe import Batch, ImageRecipe, parse, recipe_part, setting
 from onecurve.models.preprocessing import DataConfig
-from onecurve.run.evaluation import counted, evaluated_ids, predictions
+from onecurve.run.evaluation import evaluated_count, evaluated_ids, predict_batches
 from onecurve.system.cli import underscores
 from onecurve.system.files import refuse_link, sha256_of
 from tools.inference import report as reports
@@ -277,7 +277,9 @@ def predict(
     (mean, std, crop), parts = preprocessing, list[dict[str, Tensor]]()
     began = time.perf_counter()
     autocast_forward(accelerator, model)  # images are prepared outside autocast, as in training
-    for part in predictions(accelerator, model, split, recipe, batch, mean, std, teller(accelerator), crop):
+    for part in predict_batches(
+        accelerator, model, split, recipe, batch, mean, std, teller(accelerator), crop
+    ):
         if left_out:  # follows the ImageNet-R paper (arXiv 2006.16241)
             part.logits[:, left_out] = -torch.inf
         probability, predicted = part.logits.softmax(1).max(1)
@@ -292,7 +294,7 @@ def predict(
         parts.append(columns)
     local = {name: torch.cat([part[name] for part in parts]).cpu().numpy() for name in parts[0]}
     shares = gather_object([local])
-    images_per_s = counted(split, recipe) / (time.perf_counter() - began)
+    images_per_s = evaluated_count(split, recipe) / (time.perf_counter() - began)
     rows = {name: np.concatenate([share[name] for share in shares]) for name in local}
     order = np.argsort(rows["id"], kind="stable")
     rows = {name: column[order] for name, column in rows.items()}

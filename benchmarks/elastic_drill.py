@@ -41,7 +41,7 @@ import psutil
 from cluster import virtual_hosts as cluster
 from cluster.drill import ranks_on, say
 from onecurve.data.cache import prepare_data
-from onecurve.run.plots import Panel, panels
+from onecurve.run.plots import Panel, draw_panels
 from onecurve.system.cli import command_parser
 from onecurve.system.files import read_lines
 from onecurve.system.paths import ROOT
@@ -342,7 +342,7 @@ def draw(file: Path, folder: Path) -> None:
         if name in ("with --deterministic", "plain script" if plain.exists() else "without --deterministic"):
             curves = {"disturbed": disturbed[: len(gaps)], "uninterrupted": straight[: len(gaps)]}
             row.append(Panel("step", f"loss, {name}", {label: means(c) for label, c in curves.items()}))
-    panels(file, [[*row, distances]], "CNN-A with disturbed hosts, compared with uninterrupted runs")
+    draw_panels(file, [[*row, distances]], "CNN-A with disturbed hosts, compared with uninterrupted runs")
 
 
 def losses(folder: Path) -> list[float]:

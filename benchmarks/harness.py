@@ -132,8 +132,8 @@ def train_watched(
         def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> bool | None:
             if not isinstance(error, Enough):
                 return super().__exit__(error_type, error, trace)  # type: ignore[func-returns-value]
-            if self.feeding:
-                self.feeding.close()
+            if self.batch_generator:
+                self.batch_generator.close()
             self.ranks.exchange.telemetry.stop()
             return True
 

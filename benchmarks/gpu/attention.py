@@ -81,18 +81,18 @@ def tiles(device: torch.device) -> dict[str, Result]:
     """Measure the kernel with tile sizes other than the defaults in attention_kernels.py."""
     from onecurve.models import attention_kernels as kernels
 
-    results, defaults = {}, (kernels.FORWARD, kernels.BACKWARD)
+    results, defaults = {}, (kernels.FORWARD_TILES, kernels.BACKWARD_TILES)
     pairs = [(kernels.Tiles(*tile), defaults[1]) for tile in TILES]
     pairs += [(defaults[0], kernels.Tiles(*tile)) for tile in TILES_BACK]
     for name, shape in shapes(device):
-        for pair in pairs if shape.tokens > kernels.WHOLE else ():
-            kernels.FORWARD, kernels.BACKWARD = pair
+        for pair in pairs if shape.tokens > kernels.MAX_WHOLE_TOKENS else ():
+            kernels.FORWARD_TILES, kernels.BACKWARD_TILES = pair
             cell = f"{name}, forward {tuple(pair[0])}, backward {tuple(pair[1])}"
             try:
                 results[cell] = Result(round(milliseconds(kernel, *inputs_of(shape, device)), 4), "ms")
             except Exception as error:  # Triton raises different errors for too much shared memory
                 results[cell] = Result(note=f"{type(error).__name__}: {str(error)[:100]}")
-    kernels.FORWARD, kernels.BACKWARD = defaults
+    kernels.FORWARD_TILES, kernels.BACKWARD_TILES = defaults
     return results
 
 

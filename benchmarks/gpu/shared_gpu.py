@@ -17,7 +17,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 
 from onecurve.distributed import accelerator, rendezvous, step_graph
-from onecurve.system.env import LOCAL_NUMBER
+from onecurve.system.env import LOCAL_NUMBER_VARIABLE
 
 COLLECTIVES = torch.library.Library("_c10d_functional", "IMPL")
 LEAST_NCCL = (2, 30)  # first NCCL version that accepts several ranks on one GPU
@@ -27,7 +27,7 @@ NCCL = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CT
 def main() -> None:
     processes = int(os.environ["WORLD_SIZE"])
     # LOCAL_RANK selects the GPU. RANK stays unchanged, and LOCAL_NUMBER stores the rank's index on the host.
-    os.environ[LOCAL_NUMBER], os.environ["LOCAL_RANK"] = os.environ["LOCAL_RANK"], "0"
+    os.environ[LOCAL_NUMBER_VARIABLE], os.environ["LOCAL_RANK"] = os.environ["LOCAL_RANK"], "0"
     if torch.cuda.is_available():  # init() reads the properties of device_count() GPUs
         torch.cuda.init()
     torch.cuda.device_count = lambda: processes

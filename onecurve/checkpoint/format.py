@@ -31,11 +31,11 @@ from onecurve.checkpoint.snapshot import DTYPE_NAMES, DTYPES, Snapshot, Specs, w
 from onecurve.system.files import (
     check_regular,
     discard,
-    fits,
+    has_type,
+    lfs_pointer_problem,
     parse_json,
     sha256_of,
     sync,
-    unfetched,
     write_json,
 )
 from onecurve.system.output import log
@@ -275,7 +275,9 @@ def check_manifest(content: bytes, folder: Path | str) -> dict[str, Any]:
         manifest = parse_json(content, location)
     except ValueError:
         manifest = {}
-    if not fits(manifest, CheckpointManifest) or any(file["size"] < 0 for file in manifest["files"].values()):
+    if not has_type(manifest, CheckpointManifest) or any(
+        file["size"] < 0 for file in manifest["files"].values()
+    ):
         raise DamagedCheckpoint(f"{location} is not a valid checkpoint manifest")
     if manifest.pop("digest") != _manifest_digest(manifest):
         raise DamagedCheckpoint(f"{location} does not match the digest that the file contains")
@@ -350,7 +352,7 @@ class TensorFile:
             check_regular(path)
             self.file = safe_open(path, "pt")
         except (OSError, SafetensorError) as error:
-            reason = unfetched(path) or error
+            reason = lfs_pointer_problem(path) or error
             raise ValueError(f"{path} is not a valid safetensors file: {reason}") from None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

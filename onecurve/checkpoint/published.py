@@ -8,7 +8,7 @@ from typing import Any
 
 from onecurve.checkpoint.format import MODEL_FILE
 from onecurve.models.preprocessing import data_config
-from onecurve.models.timm_models import registered
+from onecurve.models.timm_models import registered_config
 from onecurve.system.env import hub_problem
 from onecurve.system.files import read_json
 from onecurve.system.text import printable
@@ -106,7 +106,7 @@ def of_name(name: str) -> Published:
     Raises:
         ValueError: If timm does not recognize the model name or the weight tag.
     """
-    config = dataclasses.asdict(registered(name))
+    config = dataclasses.asdict(registered_config(name))
     return _published_from_config({"architecture": name, "num_classes": config["num_classes"]}, config)
 
 
@@ -154,7 +154,7 @@ def download(name: str) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    config = registered(name)
+    config = registered_config(name)
     if not config.hf_hub_id:
         raise ValueError(
             f"timm provides no weights for {name} on the hub. Pass the path of a weight file or folder."

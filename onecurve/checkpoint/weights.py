@@ -50,7 +50,7 @@ from onecurve.distributed.agreement import once
 from onecurve.flags.recipe import ImageRecipe, parse
 from onecurve.models.preprocessing import LEGACY
 from onecurve.models.script import as_flags, load_script, own_script, recipe_class
-from onecurve.models.timm_models import head_names, registered
+from onecurve.models.timm_models import head_names, registered_config
 from onecurve.system.env import hub_problem, rank
 from onecurve.system.files import read_json
 from onecurve.system.output import log
@@ -538,7 +538,7 @@ def _resampling_notes(model: nn.Module, tensors: dict[str, torch.Tensor]) -> lis
 def own_image_size(name: str, location: str | None) -> int:
     """Return the image size from the weights' config.json, or from timm's configuration."""
     published = read_published(Path(location)) if location else None
-    return published.image_size if published else registered(name).input_size[-1]
+    return published.image_size if published else registered_config(name).input_size[-1]
 
 
 def _stored_preprocessing(name: str, location: Path, trained: Checkpoint | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from onecurve.system.files import unfetched
+from onecurve.system.files import lfs_pointer_problem
 from onecurve.system.output import log
 from onecurve.system.text import printable
 from onecurve.upstream.packages_ import allow_large_texts
@@ -264,7 +264,7 @@ def open_image(content: bytes) -> "Image.Image":
         image = Image.open(io.BytesIO(content), formats=formats)
     except UnidentifiedImageError:
         message = f"the file is not in a supported image format ({', '.join(FORMATS)})"
-        raise ValueError(unfetched(content) or message) from None
+        raise ValueError(lfs_pointer_problem(content) or message) from None
     except Exception as error:
         # The image exceeds twice PIL's limit or is broken. PIL's errors have no common base class.
         raise ValueError(str(error) or type(error).__name__) from None

@@ -23,7 +23,7 @@ from onecurve.data.splits import ArraySplit, FileSplit, ShardSplit, Split, Split
 from onecurve.distributed.agreement import agree, once
 from onecurve.flags.recipe import ImageRecipe
 from onecurve.system.files import read_json
-from onecurve.system.phase import DATA, MODEL, now
+from onecurve.system.phase import BUILDING_MODEL, OPENING_DATA, now
 from onecurve.system.text import printable, some_of
 
 IMBALANCE_RATIO = 10  # minimum ratio of the largest to the smallest class size for a warning
@@ -108,7 +108,7 @@ def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluated: bool = Fal
     Raises:
         ValueError: If the data can't be used.
     """
-    now.enter(DATA)
+    now.enter(OPENING_DATA)
     prepare = partial(prepare_cache, recipe, is_evaluated=is_evaluated)
     prepared = once(accelerator, "data", prepare, recipe.timeout_s, per_host=True)
     folder, left_out = prepared  # a list, not a Prepared, if received as JSON from another process
@@ -129,7 +129,7 @@ def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluated: bool = Fal
     accelerator.print(summary(recipe.data, splits, len(images.classes), left_out))
     for warning in (*warnings(train, evaluated, images.classes), *images.flaws):
         accelerator.print(f"warning: {warning}")
-    now.enter(MODEL)
+    now.enter(BUILDING_MODEL)
     return images
 
 

@@ -27,7 +27,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from onecurve.data.encoded import SPLITS, EncodedImages
-from onecurve.system.files import fits, parse_json
+from onecurve.system.files import has_type, parse_json
 from onecurve.system.s3 import ObjectStore
 from onecurve.system.text import printable
 
@@ -180,7 +180,9 @@ def parse_manifest(content: bytes, where: str) -> ShardManifest:
             f"{where} has format {_escaped(format_version)}, but this version supports only format"
             f" {MANIFEST_FORMAT}. Prepare the data again, or update this project"
         )
-    invalid = [key for key, expected_type in KEY_TYPES.items() if not fits(values.get(key), expected_type)]
+    invalid = [
+        key for key, expected_type in KEY_TYPES.items() if not has_type(values.get(key), expected_type)
+    ]
     if not invalid:
         wnids = [entry["wnid"] for entry in values["classes"]]
         if not wnids or len({*wnids}) != len(wnids):

@@ -18,7 +18,7 @@ from onecurve.data.class_folders import VAL_NAMES, check_known, folder_names, sp
 from onecurve.data.encoded import save_images, save_labels
 from onecurve.data.names import save_names_of
 from onecurve.system.env import hub_problem
-from onecurve.system.files import unfetched
+from onecurve.system.files import lfs_pointer_problem
 from onecurve.system.text import printable, some_of
 from onecurve.system.threads import Heartbeat, run_with_heartbeat
 
@@ -89,7 +89,7 @@ class Table(NamedTuple):
                 " again"
             )
             if isinstance(self.content, Path):
-                reason = unfetched(self.content) or reason
+                reason = lfs_pointer_problem(self.content) or reason
             raise ValueError(f"{self.where} cannot be read: {reason}") from None
         except UnicodeDecodeError:
             raise ValueError(f"{self.where} contains a name or label that is not encoded in UTF-8") from None

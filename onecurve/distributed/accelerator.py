@@ -72,7 +72,7 @@ from onecurve.flags.recipe import Batch, Job, agreed_part
 from onecurve.system.env import is_hosts_first, rank, world_size
 from onecurve.system.output import log
 from onecurve.system.paths import ROOT
-from onecurve.system.phase import CUDA, GROUP, STARTING, now, spending
+from onecurve.system.phase import CUDA_START, PROCESS_GROUP, STARTING, now, spending
 from onecurve.system.processes import deaf_launcher
 from onecurve.upstream import accelerate_, deepspeed_, torch_
 
@@ -161,11 +161,11 @@ def _join_group(job: Job, launch: Launch, clip_norm: float, compilation: "Compil
     from onecurve.models.attention import has_kernel
 
     batch = launch.batch
-    with spending(GROUP):
+    with spending(PROCESS_GROUP):
         join_agents_store(job.timeout_s)
         accelerator = make_accelerator(job, batch, launch.deepspeed, clip_norm)
     if accelerator.device.type == "cuda":
-        with spending(CUDA):
+        with spending(CUDA_START):
             torch.zeros((), device=accelerator.device)
     assert accelerator.num_processes == batch.processes
     if batch.processes > 1 and accelerator.device.type == "cuda" and backend() == "nccl":

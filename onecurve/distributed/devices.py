@@ -15,7 +15,7 @@ from accelerate.utils import DistributedType, is_torch_xla_available
 from onecurve.distributed.channel import Channel
 from onecurve.distributed.launch_config import refuse
 from onecurve.distributed.precision import on_gpu
-from onecurve.system.env import LOCAL_NUMBER, is_on, launched, local_rank, processes_per_host
+from onecurve.system.env import LOCAL_NUMBER_VARIABLE, is_launched, is_on, local_rank, processes_per_host
 from onecurve.system.processes import allowed_cores
 from onecurve.upstream import accelerate_, deepspeed_
 
@@ -41,7 +41,7 @@ def check_devices() -> None:
         )
     else:
         if gpus == 1 and "LOCAL_RANK" in os.environ:  # the launcher may show each process only its own GPU
-            os.environ[LOCAL_NUMBER], os.environ["LOCAL_RANK"] = str(local_rank()), "0"
+            os.environ[LOCAL_NUMBER_VARIABLE], os.environ["LOCAL_RANK"] = str(local_rank()), "0"
         _check_gpu_support(int(os.environ.get("LOCAL_RANK", "0")))
 
 
@@ -198,8 +198,8 @@ def use_all_cores(deterministic: bool = False) -> None:
         torch.set_num_threads(int(_users_environment().get("OMP_NUM_THREADS", "1").partition(",")[0]))
         return
     cores, omp_threads = allowed_cores(), os.environ.get("OMP_NUM_THREADS")
-    is_limited_by_launcher = launched() and (omp_threads or "1") == "1"
-    if is_limited_by_launcher or (torch.get_num_threads() > cores and (launched() or not omp_threads)):
+    is_limited_by_launcher = is_launched() and (omp_threads or "1") == "1"
+    if is_limited_by_launcher or (torch.get_num_threads() > cores and (is_launched() or not omp_threads)):
         torch.set_num_threads(max(1, cores // processes_per_host()))
 
 
@@ -210,7 +210,7 @@ def _users_environment() -> Mapping[str, str]:
     environment.
     """
     try:
-        return psutil.Process(os.getppid()).environ() if launched() else os.environ
+        return psutil.Process(os.getppid()).environ() if is_launched() else os.environ
     except psutil.Error:  # the launcher has just exited, or its environment can't be read
         return {}
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from onecurve.system.env import EVENTS_FILE, report
+from onecurve.system.env import EVENTS_FILE_VARIABLE, report_event
 from onecurve.system.output import log
 from onecurve.system.paths import ROOT
 from onecurve.system.phase import now
@@ -253,8 +253,9 @@ class HangReport:
         is_first = True
         with contextlib.suppress(TimeoutError):  # the store may not answer
             is_first = collection.result(2 * ANSWER_S)
-        report("hang", **rows[self._rank])  # this second report includes silent ranks' last heartbeats
-        if EVENTS_FILE not in os.environ and is_first:
+        # This second report includes silent ranks' last heartbeats
+        report_event("hang", **rows[self._rank])
+        if EVENTS_FILE_VARIABLE not in os.environ and is_first:
             lines = hang_table(list(rows.values()))
             lines.append(f"The stack traces of all threads are in {self._stacks_folder} on each host.")
             log.warning("\n".join(lines))
@@ -282,8 +283,8 @@ class HangReport:
         with self._lock:
             if self._evidence is None:
                 self._evidence, traces = rank_evidence(self._rank, self._hosts), stack_traces()
-                report("hang", **self._evidence, stacks=traces)
-                if EVENTS_FILE not in os.environ:
+                report_event("hang", **self._evidence, stacks=traces)
+                if EVENTS_FILE_VARIABLE not in os.environ:
                     with contextlib.suppress(OSError):
                         self._stacks_folder.mkdir(mode=0o700, exist_ok=True)
                         (self._stacks_folder / f"rank_{self._rank}.txt").write_text(traces)

@@ -21,7 +21,7 @@ from onecurve.distributed.step_graph import free_graphs
 from onecurve.distributed.watch import MISTAKES, STOP_SIGNALS, Preempted, watch
 from onecurve.flags.recipe import Batch, Recipe, from_flags
 from onecurve.system.cli import settle_environment, tell_launchers, tell_torchrun
-from onecurve.system.env import PREEMPTED, is_hosts_first, launched, rank, report, world_size
+from onecurve.system.env import PREEMPTED_STATUS, is_hosts_first, is_launched, rank, report_event, world_size
 from onecurve.system.output import log
 from onecurve.system.phase import STARTING, now
 from onecurve.system.text import message_text
@@ -72,9 +72,11 @@ def run_process(main: Callable[[], None]) -> NoReturn:
         if is_hosts_first():
             log.warning(": ".join(["interrupted", *map(str, error.args)]))
     except Preempted:
-        status = PREEMPTED
+        status = PREEMPTED_STATUS
         if first_to_report("preempted"):
-            log.info(f"preempted: the same command continues the training run (exit status {PREEMPTED})")
+            log.info(
+                f"preempted: the same command continues the training run (exit status {PREEMPTED_STATUS})"
+            )
     except SystemExit as error:
         if isinstance(error.code, str):
             tell_launchers(message_text(error.code))
@@ -95,12 +97,12 @@ def run_process(main: Callable[[], None]) -> NoReturn:
         if world_size() > 1:
             time.sleep(1 if rank() == 0 else 2 if dist.is_initialized() else 5)
     watch.begin_exit()
-    if dist.is_initialized() and status in (0, PREEMPTED):
+    if dist.is_initialized() and status in (0, PREEMPTED_STATUS):
         free_graphs()
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    report("exit", status=status)
+    report_event("exit", status=status)
     if not owns_process:
         for signal_number, handler in handlers:
             signal.signal(signal_number, handler)
@@ -114,7 +116,7 @@ def run_process(main: Callable[[], None]) -> NoReturn:
 def _is_own_process() -> bool:
     """Return False if IPython's %run, a debugger, a profiler or `python -i` runs the script."""
     script_command = list(itertools.dropwhile(lambda argument: argument.startswith("-"), sys.orig_argv[1:]))
-    return launched() or (script_command == sys.argv and not sys.flags.inspect)
+    return is_launched() or (script_command == sys.argv and not sys.flags.inspect)
 
 
 class _ForgivingOutput(io.FileIO):

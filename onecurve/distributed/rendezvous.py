@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from onecurve.flags.recipe import Batch, Job, share_out, usable_processes
 from onecurve.system.env import (
-    MOST_HOSTS,
-    PER_DEVICE,
-    PROCESSES,
+    MOST_HOSTS_VARIABLE,
+    PER_DEVICE_VARIABLE,
+    PROCESSES_VARIABLE,
     is_on,
     processes_per_host,
     rank,
-    report,
+    report_event,
     world_size,
 )
 from onecurve.system.output import log
@@ -109,7 +109,7 @@ def _learn_attempt(store: dist.Store, own_rank: int, timeout_s: int) -> str:
 
 def check_processes() -> None:
     """Raise ValueError unless the job has as many processes as launch.py started."""
-    started, processes = int(os.environ.get(PROCESSES, world_size())), world_size()
+    started, processes = int(os.environ.get(PROCESSES_VARIABLE, world_size())), world_size()
     if processes != started:
         raise ValueError(
             f"launch.py started {started} processes for this job, but WORLD_SIZE is {processes} in this"
@@ -132,7 +132,8 @@ def most_hosts() -> int:
     The maximum includes absent hosts. launch.py's LAUNCH_MOST_HOSTS or torchrun's --nnodes=MIN:MAX sets the
     maximum.
     """
-    hosts_text = os.environ.get(MOST_HOSTS)  # set in the first round, and constant when more hosts join
+    # The first round sets the variable, which stays constant when more hosts join
+    hosts_text = os.environ.get(MOST_HOSTS_VARIABLE)
     return int(hosts_text) if hosts_text else max(hosts(), int(_torchrun_max_hosts() or 0))
 
 
@@ -158,8 +159,8 @@ def elastic_batch(job: Job) -> Batch:
     """
     processes, max_processes = world_size(), most_processes()
     per_device = job.per_device_batch_size
-    if per_device is None and PER_DEVICE in os.environ:
-        per_device = int(os.environ[PER_DEVICE])
+    if per_device is None and PER_DEVICE_VARIABLE in os.environ:
+        per_device = int(os.environ[PER_DEVICE_VARIABLE])
     elif per_device is None and job.batch_size % max_processes == 0:
         per_device = job.batch_size // max_processes
     try:
@@ -189,7 +190,7 @@ def _report_batch(job: Job, per_device: int) -> None:
     train.
     """
     if rank() == 0:
-        report("batch", batch_size=job.batch_size, per_device=per_device)
+        report_event("batch", batch_size=job.batch_size, per_device=per_device)
 
 
 def replacement_problem() -> str | None:

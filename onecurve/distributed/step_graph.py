@@ -31,7 +31,7 @@ from onecurve.distributed.layout import base_of
 from onecurve.distributed.rendezvous import backend
 from onecurve.distributed.strategy import precision, sharding, strategy
 from onecurve.distributed.watch import watch
-from onecurve.system.phase import CAPTURE, WARM_UP, Replay, now, spending
+from onecurve.system.phase import GRAPH_CAPTURE, GRAPH_WARM_UP, Replay, now, spending
 from onecurve.upstream import torch_
 
 # Number of warm-up steps before each input shape is captured. During warm-up, torch compiles code, tunes
@@ -241,7 +241,7 @@ class StepGraph:
             self._replay(part)
         else:
             part = GraphPart()
-            with spending(WARM_UP), on_step_stream(self.accelerator):
+            with spending(GRAPH_WARM_UP), on_step_stream(self.accelerator):
                 self._run_step(self.shape, part)
         assert part.loss is not None
         return part.loss
@@ -257,7 +257,7 @@ class StepGraph:
             self.shape = CapturedShape(torch.empty_like(inputs), torch.empty_like(labels))
         self.shape.steps += 1
         if self.shape.steps > self.warm_up_steps and not self.shape.parts:
-            with spending(CAPTURE):
+            with spending(GRAPH_CAPTURE):
                 self._capture_step(self.shape)
 
     def _run_step(self, shape: CapturedShape, part: GraphPart) -> None:

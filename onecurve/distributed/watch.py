@@ -40,7 +40,7 @@ from onecurve.distributed.channel import Channel, first_to_report, let_main_clos
 from onecurve.distributed.hang import HangReport, recorded_collectives
 from onecurve.system import processes
 from onecurve.system.cli import tell_torchrun
-from onecurve.system.env import PREEMPTED, launched, local_rank, report
+from onecurve.system.env import PREEMPTED_STATUS, is_launched, local_rank, report_event
 from onecurve.system.output import log
 from onecurve.system.phase import now
 from onecurve.system.text import message_text
@@ -106,7 +106,7 @@ class Watch:
             if signal_number != signal.SIGHUP or not processes.is_under_nohup():
                 signal.signal(signal_number, self._note_signal)
         launcher_processes: list[psutil.Process] = []
-        if launched():  # this process must exit when its launcher exits, but not when a shell does
+        if is_launched():  # this process must exit when its launcher exits, but not when a shell does
             processes.end_with_parent()
             self._reason = LAUNCHER_ENDED if processes.is_orphan() else ""
             launcher_processes = processes.launchers()
@@ -161,7 +161,7 @@ class Watch:
         if self._ranks:
             return self._ranks.report_failure(error)
         if isinstance(error, Exception):
-            report("failed", message=_error_text(error))
+            report_event("failed", message=_error_text(error))
         return error
 
     def report_hang(self) -> None:
@@ -186,7 +186,7 @@ class Watch:
             if received_signals := [number for number in received_bytes if number in STOP_SIGNALS]:
                 self._reason = self._reason or signal.Signals(received_signals[0]).name
                 if not self._is_agreed:
-                    report("leaving", why=self._reason)
+                    report_event("leaving", why=self._reason)
             elif not all(map(processes.is_alive, launcher_processes)):
                 self._reason = self._reason or LAUNCHER_ENDED
                 launcher_processes = []
@@ -195,7 +195,7 @@ class Watch:
             if not self._reason:
                 continue
             if not self._is_ready:
-                os._exit(PREEMPTED)
+                os._exit(PREEMPTED_STATUS)
             time_s = time.monotonic()
             stopped_at = stopped_at or time_s
             if not self._is_agreed and time_s - max(stopped_at, self._checked_at) > self._timeout_s:
@@ -272,7 +272,7 @@ class _Ranks:
         let_main_close_first(self.accelerator, self.poll_channel)
         time.sleep(1 if self.rank == 0 else 2)  # a launcher kills all processes as soon as one exits
         sys.stdout.flush()
-        report("exit", status=1)
+        report_event("exit", status=1)
         os._exit(1)
 
     def dead_sibling(self, channel: Channel) -> str | None:
@@ -322,7 +322,7 @@ class _Ranks:
         if self.failure_channel.store_error:
             return error
         if first_message == message:
-            report("failed", message=message)
+            report_event("failed", message=message)
         return error if is_mistake or first_message == message else ValueError(first_message)
 
     def look_for_hang(self) -> None:

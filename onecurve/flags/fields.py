@@ -18,27 +18,31 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from onecurve.system.cli import EMPTY, CommandParser, tell_launchers, underscores
+from onecurve.system.cli import EMPTY_VALUE, CommandParser, tell_launchers, underscores
 from onecurve.system.env import is_hosts_first
 from onecurve.system.files import parse_json, read_yaml, unique_keys
 from onecurve.system.paths import ROOT
 from onecurve.system.text import did_you_mean, is_printable, message_text, shortened, some_of
 
-LARGEST = 1e15  # Largest absolute value that any numeric flag accepts
-RECIPES = Path(__file__).with_name("recipe.py")  # Source file that declares the flags shared by all scripts
+MAX_NUMBER = 1e15  # Largest absolute value that any numeric flag accepts
+RECIPES_FILE = Path(__file__).with_name("recipe.py")  # Declares the flags that all scripts share
 
-SYNONYMS = {"lr": ("learning_rate",)}  # Additional names of each flag
+FLAG_SYNONYMS = {"lr": ("learning_rate",)}  # Additional names of each flag
 # {removed flag: (value that had no effect, reason for the removal)}
-LEFT = {"half_residual": (False, "this flag slowed down training and saved no memory")}
+REMOVED_FLAGS = {"half_residual": (False, "this flag slowed down training and saved no memory")}
 
 
-def without_left(recipe: dict[str, Any]) -> dict[str, Any]:
+def without_removed(recipe: dict[str, Any]) -> dict[str, Any]:
     """Return a recorded recipe without the removed flags that had no effect on training."""
-    return {name: value for name, value in recipe.items() if name not in LEFT or value != LEFT[name][0]}
+    return {
+        name: value
+        for name, value in recipe.items()
+        if name not in REMOVED_FLAGS or value != REMOVED_FLAGS[name][0]
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Facts:
+class FlagFacts:
     """Properties of a flag that other code queries. The default properties are safe for a new flag.
 
     A flag declares only the properties that differ from the defaults. If a subclass declares the flag again,
@@ -91,7 +95,7 @@ def flag(
     """
     metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum, "also": also}
     facts |= {"part_of_recipe": part_of_recipe}
-    Facts(**facts)  # Raises TypeError for unknown properties
+    FlagFacts(**facts)  # Raises TypeError for unknown properties
     return dataclasses.field(default=default, metadata=metadata | {"per_script": per_script, "facts": facts})
 
 
@@ -101,18 +105,18 @@ def setting(default: Any, help: str = "", **options: Any) -> Any:
 
 
 @cache
-def facts_of(recipe_class: type) -> dict[str, Facts]:
+def flag_facts_of(recipe_class: type) -> dict[str, FlagFacts]:
     """Return the properties of each flag in a recipe class."""
     facts: dict[str, dict[str, Any]] = {}
     for base in filter(dataclasses.is_dataclass, reversed(recipe_class.__mro__)):
         for field in dataclasses.fields(base):
             facts[field.name] = facts.get(field.name, {}) | field.metadata["facts"]
-    return {name: Facts(**declared_facts) for name, declared_facts in facts.items()}
+    return {name: FlagFacts(**declared_facts) for name, declared_facts in facts.items()}
 
 
 def flags_where(recipe_class: type, fact: str) -> list[str]:
     """Return the names of the flags in a recipe class for which the property `fact` is truthy."""
-    return [name for name, facts in facts_of(recipe_class).items() if getattr(facts, fact)]
+    return [name for name, facts in flag_facts_of(recipe_class).items() if getattr(facts, fact)]
 
 
 def switched_off(field: dataclasses.Field) -> Any:
@@ -121,7 +125,7 @@ def switched_off(field: dataclasses.Field) -> Any:
 
 
 @cache
-def _declarations(file: Path) -> dict[str, dict[str, dict[str, Any]]]:
+def _flags_by_class(file: Path) -> dict[str, dict[str, dict[str, Any]]]:
     """Return {class: {flag: {property: value}}} for all flags that the classes in a file declare.
 
     The function parses the file instead of importing the script, because an import takes seconds. The
@@ -134,7 +138,7 @@ def _declarations(file: Path) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def _flags_declared_in(recipe_class: ast.ClassDef) -> dict[str, dict[str, Any]]:
-    properties = {"also", *(field.name for field in dataclasses.fields(Facts))}
+    properties = {"also", *(field.name for field in dataclasses.fields(FlagFacts))}
     flags: dict[str, dict[str, Any]] = {}
     for statement in recipe_class.body:
         if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.value, ast.Call)):
@@ -151,20 +155,20 @@ def _flags_declared_in(recipe_class: ast.ClassDef) -> dict[str, dict[str, Any]]:
 
 
 @cache
-def declared(fact: str) -> dict[str, Any]:
+def declared_values(fact: str) -> dict[str, Any]:
     """Return {flag name: property value} for all flags that declare the property in any recipe.
 
     The result contains both names of a flag with two names. Code that reads recorded runs uses this function,
     because a run's script may be unknown, outdated or slow to import.
     """
-    values: dict[str, Any] = {}
-    for file in (RECIPES, *sorted(ROOT.glob("train_*.py"))):
-        for flags in _declarations(file).values():
+    values_by_flag: dict[str, Any] = {}
+    for file in (RECIPES_FILE, *sorted(ROOT.glob("train_*.py"))):
+        for flags in _flags_by_class(file).values():
             for name, facts in flags.items():
                 if value := facts.get(fact):
                     second_name = facts.get("also", ("",))[0]
-                    values |= dict.fromkeys(filter(None, (name, second_name)), value)
-    return values
+                    values_by_flag |= dict.fromkeys(filter(None, (name, second_name)), value)
+    return values_by_flag
 
 
 @cache
@@ -187,9 +191,9 @@ class Parser(CommandParser):
         first_names: dict[str, str] = {}  # {field of the recipe: name of the flag on the command line}
         for word in sys.argv[1:] if args is None else args:
             name = underscores(word).partition("=")[0]
-            action = self._option_string_actions.get(name)
-            if action and (first := first_names.setdefault(action.dest, name)) != name:
-                self.error(two_names(first, name))
+            parser_action = self._option_string_actions.get(name)
+            if parser_action and (first_name := first_names.setdefault(parser_action.dest, name)) != name:
+                self.error(two_names_message(first_name, name))
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> typing.NoReturn:
@@ -226,28 +230,29 @@ class Parser(CommandParser):
 def _why_removed(flag: str) -> str:
     """Return the reason why a flag was removed, or an empty string for a flag that was not removed."""
     name = flag.lstrip("-").removeprefix("no_")
-    return f": {name} was removed because {LEFT[name][1]}. Do not specify {name}" if name in LEFT else ""
+    _, reason = REMOVED_FLAGS.get(name, (None, ""))
+    return reason and f": {name} was removed because {reason}. Do not specify {name}"
 
 
 def _scripts_with(unknown_flag: str) -> str:
     """Return a sentence that lists the train scripts with this flag, or an empty string without scripts."""
     name = unknown_flag.removeprefix("--")
-    is_shared = name in _declarations(RECIPES)["ImageRecipe"]
+    is_shared = name in _flags_by_class(RECIPES_FILE)["ImageRecipe"]
     scripts = [
         path.name
         for path in sorted(ROOT.glob("train_*.py"))
-        if any(name in flags for flags in _declarations(path).values())
+        if any(name in flags for flags in _flags_by_class(path).values())
         or (is_shared and "(ImageRecipe)" in path.read_text())
     ]
     return f"{some_of(scripts)} {'supports' if len(scripts) == 1 else 'support'} this flag" if scripts else ""
 
 
-def two_names(first: str, second: str) -> str:
+def two_names_message(first: str, second: str) -> str:
     return f"{first} and {second} are two names for the same setting. Specify only one of the two names"
 
 
 @cache
-def elsewhere() -> list[dict[str, Any]]:
+def flags_elsewhere() -> list[dict[str, Any]]:
     """Return the content of elsewhere.yaml, which lists equivalents of other projects' flags."""
     import yaml
 
@@ -256,7 +261,7 @@ def elsewhere() -> list[dict[str, Any]]:
 
 def _equivalent_of(unknown_flag: str, script: str) -> str:
     """Return a sentence with the equivalent of another project's flag, or "" if the flag is unknown."""
-    projects = [project for project in elsewhere() if project.get("script", script) == script]
+    projects = [project for project in flags_elsewhere() if project.get("script", script) == script]
     for project in sorted(projects, key=lambda project: "script" not in project):
         for row in project["rows"]:
             names = [underscores(name.split()[0]) for name in row["names"] if name.startswith("-")]
@@ -286,21 +291,21 @@ def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, unit: st
         )
     else:
         placeholder = _placeholder(field, metavar)
-        names = [field.name, *SYNONYMS.get(field.name, ())]
+        names = [field.name, *FLAG_SYNONYMS.get(field.name, ())]
         parser.add_argument(*(f"--{name}" for name in names), dest=field.name, metavar=placeholder, help=help)
         second_name, template = field.metadata["also"]
         if second_name:
             parser.add_argument(
                 f"--{second_name}",
                 dest=field.name,
-                metavar=_PLACEHOLDERS.get(second_name.rpartition("_")[2], "PART"),
+                metavar=_PLACEHOLDERS_BY_ENDING.get(second_name.rpartition("_")[2], "PART"),
                 type=template.format,
                 help=help_of(field, second_name),
             )
 
 
 # Placeholders for flag values in --help, by the last word of the flag's name
-_PLACEHOLDERS = {
+_PLACEHOLDERS_BY_ENDING = {
     "column": "COLUMN",
     "config": "FILE",
     "decay": "DECAY",
@@ -312,11 +317,11 @@ _PLACEHOLDERS = {
 }
 
 
-def _placeholder(field: dataclasses.Field, declared: str) -> str:
+def _placeholder(field: dataclasses.Field, metavar: str) -> str:
     """Return the placeholder for a flag's value in --help. A placeholder in `declared` takes precedence."""
     if choices := field.metadata["choices"]:
         return "{" + ",".join(choices) + "}"
-    if placeholder := declared or _PLACEHOLDERS.get(field.name.rpartition("_")[2]):
+    if placeholder := metavar or _PLACEHOLDERS_BY_ENDING.get(field.name.rpartition("_")[2]):
         return placeholder
     if _is_range(field):
         return "MIN,MAX"
@@ -337,15 +342,15 @@ def shown_default(field: dataclasses.Field) -> str:
     return "" if field.default is None else as_text(field.default)
 
 
-def _names(field: dataclasses.Field) -> list[str]:
+def _flag_names(field: dataclasses.Field) -> list[str]:
     """Return all names of a flag except the negated name `no_NAME`."""
-    names = (field.name, *SYNONYMS.get(field.name, ()), field.metadata["also"][0])
+    names = (field.name, *FLAG_SYNONYMS.get(field.name, ()), field.metadata["also"][0])
     return [name for name in names if name]
 
 
-def without(words: Sequence[str], fields: Iterable[dataclasses.Field]) -> list[str]:
+def without_flags(words: Sequence[str], fields: Iterable[dataclasses.Field]) -> list[str]:
     """Return a command's words, excluding the fields' flags and the values of these flags."""
-    removed_flags = {f"--{name}" for field in fields for name in (*_names(field), f"no_{field.name}")}
+    removed_flags = {f"--{name}" for field in fields for name in (*_flag_names(field), f"no_{field.name}")}
     kept_words, is_kept = list[str](), True
     for word in words:
         if word.startswith("--"):  # The values of a flag follow its name
@@ -373,7 +378,7 @@ def _is_range(field: dataclasses.Field) -> bool:
     return typing.get_args(field.type) == (float, float)
 
 
-def _converted(field: dataclasses.Field, value: Any) -> Any:
+def _converted_value(field: dataclasses.Field, value: Any) -> Any:
     """Convert a value from the command line or a config file.
 
     Raise ValueError or TypeError for an invalid value.
@@ -410,7 +415,7 @@ def _without_loss(target_type: type, value: Any) -> Any:
     return target_type(value)
 
 
-def _checked(field: dataclasses.Field, value: Any, name: str) -> Any:
+def _checked_value(field: dataclasses.Field, value: Any, name: str) -> Any:
     """Return a valid value unchanged.
 
     Raise ValueError if the value or one of its tuple items is not a valid choice or is out of range.
@@ -431,8 +436,8 @@ def _checked(field: dataclasses.Field, value: Any, name: str) -> Any:
             raise ValueError(f"{name} {as_text(value)}: the value must be {bounds}")
         if isinstance(item, float) and not math.isfinite(item):
             raise ValueError(f"{name} {value}: the value must be a finite number")
-        if isinstance(item, (int, float)) and abs(item) > LARGEST:
-            raise ValueError(f"{name} {shortened(as_text(value))}: the value must be at most {LARGEST:g}")
+        if isinstance(item, (int, float)) and abs(item) > MAX_NUMBER:
+            raise ValueError(f"{name} {shortened(as_text(value))}: the value must be at most {MAX_NUMBER:g}")
         if isinstance(item, str) and not is_printable(item):
             raise ValueError(f"{name} {item}: remove all characters that a terminal can't display")
     return value
@@ -455,11 +460,11 @@ def read_config(path: Path, fields: tuple[dataclasses.Field, ...]) -> dict[str, 
         raise ValueError(
             f"--config {path} is an accelerate config. Pass this file to the launcher: {command}"
         )
-    fields_by_name = {name: field for field in fields for name in _names(field)}
+    fields_by_name = {name: field for field in fields for name in _flag_names(field)}
     values, first_keys = dict[str, Any](), dict[str, str]()
-    for key, value in without_left(content).items():
+    for key, value in without_removed(content).items():
         name = str(key).replace("-", "_").strip("_")
-        if name in LEFT:
+        if name in REMOVED_FLAGS:
             raise ValueError(f"--config {path}{_why_removed(name)}")
         if name not in fields_by_name:
             suggestion = did_you_mean(name, fields_by_name)
@@ -467,22 +472,22 @@ def read_config(path: Path, fields: tuple[dataclasses.Field, ...]) -> dict[str, 
             raise ValueError(f"--config {path} contains the unknown key {shortened(str(key))}{advice}")
         field = fields_by_name[name]
         if (first_key := first_keys.setdefault(field.name, key)) != key:
-            raise ValueError(f"--config {path}: {two_names(first_key, key)}")
+            raise ValueError(f"--config {path}: {two_names_message(first_key, key)}")
         if value is None and field.default is None:
             continue
         second_name, template = field.metadata["also"]
         if name == second_name:
             value = template.format(value)
-        values[field.name] = typed(field, value, f"--config {path}: {key}")
+        values[field.name] = typed_value(field, value, f"--config {path}: {key}")
     return values
 
 
-def typed(field: dataclasses.Field, value: Any, name: str) -> Any:
+def typed_value(field: dataclasses.Field, value: Any, name: str) -> Any:
     """Convert and check the value of a field. Raise ValueError with a message that begins with `name`."""
     if value == "":
-        raise ValueError(f"{name} {EMPTY}")
+        raise ValueError(f"{name} {EMPTY_VALUE}")
     try:
-        converted = _converted(field, value)
+        converted = _converted_value(field, value)
     except (ValueError, TypeError):
         example = (
             "numbers, for example 4,8,32" if int in typing.get_args(field.type) else "words, for example a,b"
@@ -493,8 +498,8 @@ def typed(field: dataclasses.Field, value: Any, name: str) -> Any:
             "bool": "true or false",
             "tuple": f"a list of {example}",
         }
-        expected = descriptions.get(_base_type(field).__name__, "text")
+        expected_form = descriptions.get(_base_type(field).__name__, "text")
         if _is_range(field):
-            expected = "two numbers, for example 0.08,1"
-        raise ValueError(f"{name} {shortened(str(value))}: the value must be {expected}") from None
-    return _checked(field, converted, name)
+            expected_form = "two numbers, for example 0.08,1"
+        raise ValueError(f"{name} {shortened(str(value))}: the value must be {expected_form}") from None
+    return _checked_value(field, converted, name)

@@ -16,13 +16,13 @@ from onecurve.flags.fields import (
     Parser,
     add_flag,
     as_text,
-    facts_of,
     flag,
+    flag_facts_of,
     flags_where,
     read_config,
     setting,
     switched_off,
-    typed,
+    typed_value,
 )
 from onecurve.system.env import is_under_deepspeed
 from onecurve.system.paths import ROOT
@@ -31,7 +31,7 @@ from onecurve.system.text import plural
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-R = TypeVar("R", bound="DataclassInstance")
+RecipeType = TypeVar("RecipeType", bound="DataclassInstance")
 RecipeT = TypeVar("RecipeT", bound="Recipe")
 
 
@@ -69,12 +69,12 @@ METRICS = {
 }
 
 
-def score(metrics: dict[str, float], by: str) -> float:
+def score(metrics: dict[str, float], best_by: str) -> float:
     """Return a score that is higher for better metrics.
 
-    The score is based on the metric `by`, or on the loss if `metrics` does not contain `by`.
+    The score is based on the metric `best_by`, or on the loss if `metrics` does not contain `best_by`.
     """
-    metric = by if by in metrics else "loss"
+    metric = best_by if best_by in metrics else "loss"
     sign = 1 if METRICS[metric].is_share else -1  # A lower loss is better
     return sign * metrics[metric]
 
@@ -278,12 +278,12 @@ def parse_fold(text: str) -> tuple[int, int]:
     raise ValueError(f"--fold {text}: the value must have a form such as 2/5, the second of five parts")
 
 
-HUB_NAME = re.compile("^(hf[-_]hub:)?timm/")
+HUB_PREFIX = re.compile("^(hf[-_]hub:)?timm/")
 
 
 def is_hub_name(name: str) -> bool:
     """Return True if the name is the Hugging Face Hub name of a timm model."""
-    return HUB_NAME.match(name) is not None
+    return HUB_PREFIX.match(name) is not None
 
 
 def timm_name(name: str) -> str:
@@ -291,7 +291,7 @@ def timm_name(name: str) -> str:
 
     Raise ValueError if the model does not belong to timm.
     """
-    name = HUB_NAME.sub("", name)
+    name = HUB_PREFIX.sub("", name)
     scheme, _, address = name.rpartition(":")
     if scheme == "local-dir":
         raise ValueError(f"--model {name} is a folder. Specify the folder with --weights {address}")
@@ -306,17 +306,19 @@ def timm_name(name: str) -> str:
 
 # Headings and descriptions of the flag groups in --help, by the name of the class that declares the flags. A
 # class that is not listed may define `help_group` instead.
-GROUPS = {
+HELP_GROUPS = {
     "ImageRecipe": ("images", "Selection and reading of training and evaluation images."),
     "Recipe": ("run", "Length, name, folder, checkpoints, log and trackers of the run."),
     "Job": ("computation", "Batch size, precision, memory and determinism."),
 }
-SCRIPT_GROUP = (
+SCRIPT_GROUP_HELP = (
     "Flags for the model, optimizer and augmentation, and shared flags with script-specific defaults."
 )
 
 
-def parse(recipe_class: type[R], argv: list[str] | None = None, recorded: Sequence[str] = ()) -> R:
+def parse(
+    recipe_class: type[RecipeType], argv: list[str] | None = None, recorded: Sequence[str] = ()
+) -> RecipeType:
     """Parse a recipe from the command line. Flags override the values in `--config FILE`.
 
     An invalid flag or key ends the job with status 2. One process per host prints an error line that names
@@ -334,7 +336,7 @@ def parse(recipe_class: type[R], argv: list[str] | None = None, recorded: Sequen
         values = read_config(Path(flag_texts["config"]), fields) if flag_texts["config"] else {}
         for field in fields:
             if (text := flag_texts[field.name]) is not None:
-                values[field.name] = typed(field, text, f"--{field.name}")
+                values[field.name] = typed_value(field, text, f"--{field.name}")
         if is_under_deepspeed():
             values["deepspeed_config"] = values.get("deepspeed_config") or _default_deepspeed_config()
         recipe = recipe_class(**values)
@@ -361,16 +363,16 @@ def _parser(recipe_class: type, fields: tuple[dataclasses.Field, ...]) -> Parser
     )
     # The list begins with the class that the script defines
     classes = [base for base in recipe_class.__mro__ if dataclasses.is_dataclass(base)]
-    script_group = (parser.prog, SCRIPT_GROUP)
-    headings = [vars(base).get("help_group") or GROUPS.get(base.__name__, script_group) for base in classes]
+    script_group = (parser.prog, SCRIPT_GROUP_HELP)
+    headings = [vars(cls).get("help_group") or HELP_GROUPS.get(cls.__name__, script_group) for cls in classes]
     groups: list[Any] = [parser.add_argument_group(*heading) for heading in headings]
     unit = recipe_class.unit if issubclass(recipe_class, Job) else "images"
-    facts = facts_of(recipe_class)
+    flag_facts = flag_facts_of(recipe_class)
     for field in fields:
-        declaring = next(
+        class_index = next(
             index for index, base in enumerate(classes) if field.name in inspect.get_annotations(base)
         )
-        add_flag(groups[declaring], field, unit, facts[field.name].metavar)
+        add_flag(groups[class_index], field, unit, flag_facts[field.name].metavar)
     config_group = parser.add_argument_group("flags", "Configuration file and help.")
     config_group.add_argument(
         "--config",
@@ -401,7 +403,7 @@ def _default_deepspeed_config() -> str | None:
 _parsed_recipes: dict[type, Any] = {}  # {recipe class: this process's recipe}
 
 
-def from_flags(recipe_class: type[R]) -> R:
+def from_flags(recipe_class: type[RecipeType]) -> RecipeType:
     """Return this process's recipe. The flags are parsed only once, because --config may be a pipe."""
     if recipe_class not in _parsed_recipes:
         _parsed_recipes[recipe_class] = parse(recipe_class)
@@ -419,7 +421,7 @@ def agreed_part(job: Job) -> dict[str, Any]:
     return {name: value for name, value in vars(job).items() if name not in exempt}
 
 
-def untrained(recipe: RecipeT) -> RecipeT:
+def without_training_flags(recipe: RecipeT) -> RecipeT:
     """Return a recipe that trains the same model from random weights and without frozen layers."""
     training_flags = flags_where(type(recipe), "training_only")
     fields = [field for field in dataclasses.fields(recipe) if field.name in training_flags]
@@ -456,7 +458,7 @@ class Batch:
         """Return the indices of this rank's micro-batches within a step."""
         return range(rank * self.accumulations, (rank + 1) * self.accumulations)
 
-    def smaller(self) -> int | None:
+    def smaller_per_device(self) -> int | None:
         """Return the largest valid per_device that is at most half of the current value, or None."""
         per_process = self.total // self.processes
         smaller_sizes = range(self.per_device // 2, 0, -1)
@@ -487,8 +489,8 @@ def share_out(batch_size: int, per_device: int | None, processes: int, unit: str
 
 def usable_processes(batch_size: int, per_device: int | None, most: int, step: int = 1) -> list[int]:
     """Return the multiples of `step` up to `most` that are valid process counts for the batch."""
-    counts = range(step, most + 1, step)
-    return [count for count in counts if batch_size % (count * (per_device or 1)) == 0]
+    process_counts = range(step, most + 1, step)
+    return [count for count in process_counts if batch_size % (count * (per_device or 1)) == 0]
 
 
 def default_streams(batch_size: int) -> int:
@@ -511,15 +513,15 @@ def default_streams(batch_size: int) -> int:
 def _nearest_divisors(per_process: float, per_device: int) -> str:
     """Return a phrase that suggests the nearest valid values of --per_device_batch_size, or ""."""
     divisors = [size for size in range(1, math.floor(per_process) + 1) if per_process % size == 0]
-    below = [size for size in divisors if size < per_device]
-    above = [size for size in divisors if size > per_device]
-    nearest = [*below[-1:], *above[:1]]
+    smaller_divisors = [size for size in divisors if size < per_device]
+    larger_divisors = [size for size in divisors if size > per_device]
+    nearest = [*smaller_divisors[-1:], *larger_divisors[:1]]
     if not nearest:
         return ""
     return f"--per_device_batch_size {' or '.join(map(str, nearest))}, which does not change the recipe, or "
 
 
-def _nearest_multiples(number: int, unit: int) -> str:
-    """Return a phrase that lists the nearest multiples of `unit` below and above a number."""
-    below = number // unit * unit
-    return f"{below} or {below + unit}" if below else f"{unit}"
+def _nearest_multiples(number: int, divisor: int) -> str:
+    """Return a phrase that lists the nearest multiples of `divisor` below and above a number."""
+    multiple_below = number // divisor * divisor
+    return f"{multiple_below} or {multiple_below + divisor}" if multiple_below else f"{divisor}"

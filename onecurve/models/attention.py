@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-MOST_TOKENS, MOST_HEAD_SIZE = 256, 64
-MOST_ERROR = 0.02  # maximum error relative to the result's norm; rounding to bf16 causes about 0.003
-HALF = (torch.bfloat16, torch.float16)
+MAX_KERNEL_TOKENS, MAX_KERNEL_HEAD_SIZE = 256, 64
+MAX_RELATIVE_ERROR = 0.02  # maximum error relative to the result's norm; rounding to bf16 causes about 0.003
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 # Minimum number of tokens for cuDNN. With 197 tokens on an H200, cuDNN took 0.456 ms and flash attention took
 # 0.615 ms.
-CUDNN_FROM = 129
-CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
-CUDNN_FIRST += [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+CUDNN_MIN_TOKENS = 129
+CUDNN_FIRST_BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+CUDNN_FIRST_BACKENDS += [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def plain_attention(qkv: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class Attention:
     chosen by use_kernel() call the kernel, which needs no stack operation.
     """
 
-    PARTS = ("qkv", "q_norm", "k_norm", "attn_drop", "proj", "proj_drop")
+    CHILD_NAMES = ("qkv", "q_norm", "k_norm", "attn_drop", "proj", "proj_drop")
     tokens = 0  # number of tokens per image in training, or 0 if unknown
     kernel_tokens = 0  # maximum number of tokens for which training uses the kernel
     prefers_cudnn = False
@@ -53,8 +53,8 @@ class Attention:
         batch, tokens, _ = x.shape
         qkv = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, -1)
         is_masked = attn_mask is not None or is_causal
-        if self.training and tokens <= self.kernel_tokens and not is_masked and qkv.dtype in HALF:
-            x = _kernel(qkv)
+        if self.training and tokens <= self.kernel_tokens and not is_masked and qkv.dtype in HALF_DTYPES:
+            x = _kernel_attention(qkv)
         else:
             q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # [B, heads, N, C / heads]
             q, k, dropout = self.q_norm(q), self.k_norm(k), self.attn_drop.p if self.training else 0.0
@@ -65,8 +65,8 @@ class Attention:
 
     def backends(self: Any, tokens: int) -> AbstractContextManager[Any]:
         """Return a context manager that sets the order in which torch tries its attention kernels."""
-        if self.training and self.prefers_cudnn and tokens >= CUDNN_FROM:
-            return sdpa_kernel(CUDNN_FIRST, set_priority=True)
+        if self.training and self.prefers_cudnn and tokens >= CUDNN_MIN_TOKENS:
+            return sdpa_kernel(CUDNN_FIRST_BACKENDS, set_priority=True)
         return nullcontext()
 
     def head_size(self: Any) -> int:
@@ -76,7 +76,7 @@ class Attention:
         head_size = self.head_size()
         is_plain = isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity)
         has_suitable_size = (
-            0 < self.tokens <= MOST_TOKENS and head_size <= MOST_HEAD_SIZE and head_size % 8 == 0
+            0 < self.tokens <= MAX_KERNEL_TOKENS and head_size <= MAX_KERNEL_HEAD_SIZE and head_size % 8 == 0
         )
         return has_suitable_size and is_plain and not self.attn_drop.p
 
@@ -100,7 +100,7 @@ def use_kernel(model: nn.Module) -> bool:
     if layers:
         import onecurve.models.attention_kernels  # noqa: F401  # registers the operator and imports Triton
     for layer in layers:
-        layer.kernel_tokens = MOST_TOKENS
+        layer.kernel_tokens = MAX_KERNEL_TOKENS
     return bool(layers)
 
 
@@ -120,16 +120,16 @@ def kernel_failure(model: nn.Module, device: torch.device, dtype: torch.dtype) -
         return None
     import onecurve.models.attention_kernels  # noqa: F401
 
-    for tokens, heads, size in sorted(shapes):
-        values = torch.arange(2 * tokens * 3 * heads * size, device=device).sin().to(dtype)
-        qkv = values.view(2, tokens, 3, heads, size)
+    for tokens, heads, head_size in sorted(shapes):
+        test_values = torch.arange(2 * tokens * 3 * heads * head_size, device=device).sin().to(dtype)
+        qkv = test_values.view(2, tokens, 3, heads, head_size)
         try:
-            results, references = (_with_gradient(attention, qkv) for attention in (_kernel, plain_attention))
+            outputs, references = (_output_and_gradient(f, qkv) for f in (_kernel_attention, plain_attention))
         except Exception as error:  # Triton, the compiler or the driver may raise any exception
             return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        for result, reference in zip(results, references, strict=True):
-            relative_error = ((result.float() - reference.float()).norm() / reference.float().norm()).item()
-            if not relative_error < MOST_ERROR:
+        for output, expected in zip(outputs, references, strict=True):
+            relative_error = ((output.float() - expected.float()).norm() / expected.float().norm()).item()
+            if not relative_error < MAX_RELATIVE_ERROR:
                 return f"the relative error for {tokens} tokens is {relative_error:.1e}"
     return ""
 
@@ -138,21 +138,21 @@ def _suitable_layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, Attention) and module.fits_kernel()]
 
 
-def _kernel(qkv: Tensor) -> Tensor:
+def _kernel_attention(qkv: Tensor) -> Tensor:
     return torch.ops.onecurve.short_attention(qkv)[0]
 
 
-def _with_gradient(attention: Callable[[Tensor], Tensor], qkv: Tensor) -> tuple[Tensor, Tensor]:
+def _output_and_gradient(attention: Callable[[Tensor], Tensor], qkv: Tensor) -> tuple[Tensor, Tensor]:
     """Return a function's output, and the gradient of half the sum of the squared outputs."""
     qkv = qkv.clone().requires_grad_()
-    out = attention(qkv)
-    out.backward(out.detach())
+    output = attention(qkv)
+    output.backward(output.detach())
     assert qkv.grad is not None
-    return out.detach(), qkv.grad
+    return output.detach(), qkv.grad
 
 
 def prefer_cudnn(model: nn.Module, device: torch.device) -> None:
-    """Make torch prefer cuDNN's attention in training, for layers with at least CUDNN_FROM tokens.
+    """Make torch prefer cuDNN's attention in training, for layers with at least CUDNN_MIN_TOKENS tokens.
 
     The preference affects only GPUs of compute capability 9.0 and later. Do not call this function for
     deterministic training, because torch refuses cuDNN's attention in deterministic mode.

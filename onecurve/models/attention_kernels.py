@@ -36,18 +36,18 @@ from torch.utils.flop_counter import register_flop_formula
 
 
 class Tiles(NamedTuple):
-    """Tile sizes for programs that process more than WHOLE tokens."""
+    """Tile sizes for programs that process more than MAX_WHOLE_TOKENS tokens."""
 
     rows: int  # queries per program, or 0 for all queries
     keys: int  # keys per tile
     warps: int
 
 
-WHOLE = 64  # maximum number of tokens for which a program keeps a whole head in registers
+MAX_WHOLE_TOKENS = 64  # maximum number of tokens for which a program keeps a whole head in registers
 WHOLE_WARPS = 4  # warps per program; 4 was the fastest of 1, 2, 4 and 8 on an H200 with 50 tokens
 # These tile sizes were chosen based on the compiled kernels' register and shared-memory use. The kernels'
 # speed with these sizes has not been measured on a GPU yet.
-FORWARD, BACKWARD = Tiles(64, 32, 4), Tiles(0, 32, 8)
+FORWARD_TILES, BACKWARD_TILES = Tiles(64, 32, 4), Tiles(0, 32, 8)
 LOG2_E = tl.constexpr(1.4426950408889634)  # converts exponents to base 2, because GPUs compute powers of 2
 
 
@@ -146,11 +146,11 @@ def _backward(
 def short_attention(qkv: Tensor) -> tuple[Tensor, Tensor]:
     """Compute attention, [B, N, 3, H, D] -> [B, N, H, D], and the logarithms of the softmax sums.
 
-    The logarithms are an fp32 tensor [B, H, N], which is empty for up to WHOLE tokens.
+    The logarithms are an fp32 tensor [B, H, N], which is empty for up to MAX_WHOLE_TOKENS tokens.
     """
     qkv = qkv.contiguous()
-    out, logs = _results(qkv)
-    programs, settings = _launch(qkv, FORWARD)
+    out, logs = _empty_outputs(qkv)
+    programs, settings = _launch_settings(qkv, FORWARD_TILES)
     wrap_triton(_forward)[programs](qkv, out, logs, **settings)
     return out, logs
 
@@ -160,25 +160,25 @@ def short_attention_backward(qkv: Tensor, out: Tensor, logs: Tensor, gradient: T
     """Compute the gradient of qkv, [B, N, 3, H, D], from the gradient of the output."""
     qkv, gradient = qkv.contiguous(), gradient.contiguous()
     packed = qkv.new_empty(qkv.shape)
-    programs, settings = _launch(qkv, BACKWARD)
+    programs, settings = _launch_settings(qkv, BACKWARD_TILES)
     wrap_triton(_backward)[programs](qkv, out, logs, gradient, packed, **settings)
     return packed
 
 
-def _results(qkv: Tensor) -> tuple[Tensor, Tensor]:
-    samples, tokens, _, heads, size = qkv.shape
-    summed = (samples, heads, tokens) if tokens > WHOLE else (0,)
-    return qkv.new_empty(samples, tokens, heads, size), qkv.new_empty(summed, dtype=torch.float32)
+def _empty_outputs(qkv: Tensor) -> tuple[Tensor, Tensor]:
+    samples, tokens, _, heads, head_size = qkv.shape
+    logs_shape = (samples, heads, tokens) if tokens > MAX_WHOLE_TOKENS else (0,)
+    return qkv.new_empty(samples, tokens, heads, head_size), qkv.new_empty(logs_shape, dtype=torch.float32)
 
 
-def _launch(qkv: Tensor, tiles: Tiles) -> tuple[tuple[int], dict[str, Any]]:
+def _launch_settings(qkv: Tensor, tiles: Tiles) -> tuple[tuple[int], dict[str, Any]]:
     """Return the launch grid (number of programs), and the kernel's constants and number of warps."""
-    samples, tokens, _, heads, size = qkv.shape
-    edge = _padded(tokens)
-    rows, keys, warps = (edge, edge, WHOLE_WARPS) if tokens <= WHOLE else tiles
-    rows = rows or edge
-    settings = {"N": tokens, "H": heads, "D": size, "P": _padded(size), "R": rows, "T": keys}
-    settings |= {"SCALE": size**-0.5, "num_warps": warps}
+    samples, tokens, _, heads, head_size = qkv.shape
+    padded_tokens = _padded(tokens)
+    rows, keys, warps = (padded_tokens, padded_tokens, WHOLE_WARPS) if tokens <= MAX_WHOLE_TOKENS else tiles
+    rows = rows or padded_tokens
+    settings = {"N": tokens, "H": heads, "D": head_size, "P": _padded(head_size), "R": rows, "T": keys}
+    settings |= {"SCALE": head_size**-0.5, "num_warps": warps}
     return (samples * heads * triton.cdiv(tokens, rows),), settings
 
 
@@ -188,11 +188,11 @@ def _padded(count: int) -> int:
 
 
 # The fake implementations, which plan.py uses, compute only shapes and work on any device.
-register_fake(short_attention, _results)
+register_fake(short_attention, _empty_outputs)
 register_fake(short_attention_backward, lambda qkv, *_: qkv.new_empty(qkv.shape))
 
 
-def _save(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*inputs, *output)
 
@@ -201,7 +201,7 @@ def _differentiate(ctx: Any, gradient: Tensor, _: Tensor | None) -> Tensor:
     return short_attention_backward(*ctx.saved_tensors, gradient)
 
 
-register_autograd(short_attention, _differentiate, setup_context=_save)
+register_autograd(short_attention, _differentiate, setup_context=_save_for_backward)
 
 
 @register_flop_formula(torch.ops.onecurve.short_attention)

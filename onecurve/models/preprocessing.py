@@ -38,8 +38,8 @@ class Crop(NamedTuple):
 
 
 IMAGENET_CROP = Crop()
-FLAGS = ("interpolation", "crop_pct", "crop_mode")
-IMAGENET = {name: getattr(IMAGENET_CROP, name) for name in FLAGS}
+CROP_FLAGS = ("interpolation", "crop_pct", "crop_mode")
+IMAGENET_FLAGS = {name: getattr(IMAGENET_CROP, name) for name in CROP_FLAGS}
 
 
 class DataConfig(NamedTuple):
@@ -51,7 +51,7 @@ class DataConfig(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """Return the record that recipe.json and checkpoint manifests store."""
-        crop = {name: getattr(self.crop, name) for name in FLAGS}
+        crop = {name: getattr(self.crop, name) for name in CROP_FLAGS}
         return crop | {"mean": list(self.mean), "std": list(self.std)}
 
     def __str__(self) -> str:
@@ -68,10 +68,10 @@ def data_config(record: dict[str, Any], recipe: Any = None) -> DataConfig:
     Raises:
         ValueError: If the interpolation or crop mode is unknown.
     """
-    values = vars(recipe) if recipe else {}
-    flags = {name: values[name] for name in FLAGS if values.get(name) is not None}
-    base = IMAGENET if flags.get("interpolation") == LEGACY else IMAGENET | record
-    interpolation, crop_pct, crop_mode = ((base | flags)[name] for name in FLAGS)
+    recipe_values = vars(recipe) if recipe else {}
+    given_flags = {name: recipe_values[name] for name in CROP_FLAGS if recipe_values.get(name) is not None}
+    model_values = IMAGENET_FLAGS if given_flags.get("interpolation") == LEGACY else IMAGENET_FLAGS | record
+    interpolation, crop_pct, crop_mode = ((model_values | given_flags)[name] for name in CROP_FLAGS)
     if interpolation not in (*INTERPOLATIONS, LEGACY) or crop_mode not in CROP_MODES:
         raise ValueError(
             f"the model uses {interpolation} interpolation and crop mode {crop_mode}, and at least one of"

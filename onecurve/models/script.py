@@ -18,24 +18,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from onecurve.flags.fields import LEFT, flags_where
-from onecurve.flags.recipe import Recipe, parse, recipe_part, untrained
+from onecurve.flags.fields import REMOVED_FLAGS, flags_where
+from onecurve.flags.recipe import Recipe, parse, recipe_part, without_training_flags
 from onecurve.models.timm_models import data_config_of
 from onecurve.system.paths import ROOT
 
-IMAGES = {"digits": 1437, "cifar10": 50_000}  # number of training images in each data set
+TRAINING_IMAGES = {"digits": 1437, "cifar10": 50_000}  # number of training images in each data set
 # Extensions of files that contain tables or lists of images
-TABLES = (".arrow", ".csv", ".json", ".jsonl", ".parquet")
+TABLE_SUFFIXES = (".arrow", ".csv", ".json", ".jsonl", ".parquet")
 # Names that an exported model.py imports for use in the Model section
 MODEL_NAMES = ("json", "math", "Path", "SimpleNamespace", "torch", "F", "Tensor", "nn")
-MOVE = (
+MOVE_ADVICE = (
     "Move imports and definitions that the model needs into the Model section. The exported model.py can use"
     " torch, but no code from this project"
 )
-CLASSES = 10  # arbitrary, because the number of classes changes a model's size only slightly
+CLASS_COUNT = 10  # arbitrary, because the number of classes changes a model's size only slightly
 
 
-def own_script(name: str | None) -> Path:
+def own_script(script_name: str | None) -> Path:
     """Return the path of the train script named in a checkpoint's manifest.
 
     The script must belong to this project. A manifest can't specify a path, because loading a script runs its
@@ -45,12 +45,12 @@ def own_script(name: str | None) -> Path:
         ValueError: If the project contains no train script with this name.
     """
     scripts = {path.stem: path for path in sorted(ROOT.glob("train_*.py"))}
-    if name not in scripts:
+    if script_name not in scripts:
         raise ValueError(
-            f"the model was trained by {name!r}, which is not a script of this project"
+            f"the model was trained by {script_name!r}, which is not a script of this project"
             f" ({', '.join(scripts)}). If you trust that script, pass its path with --script."
         )
-    return scripts[name]
+    return scripts[script_name]
 
 
 def load_script(path: Path) -> ModuleType:
@@ -75,26 +75,26 @@ def names_from_above(section: str) -> list[str]:
 
     The section is compiled but not run. Annotations are ignored, because model.py does not evaluate them.
     """
-    used, defined = set[str](), {*dir(builtins), *MODEL_NAMES}
-    codes: list[Any] = [compile(f"from __future__ import annotations\n{section}", "model.py", "exec")]
-    while codes:
-        code = codes.pop()
-        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-        for instruction in dis.get_instructions(code):
+    used_names, defined_names = set[str](), {*dir(builtins), *MODEL_NAMES}
+    code_objects: list[Any] = [compile(f"from __future__ import annotations\n{section}", "model.py", "exec")]
+    while code_objects:
+        code_object = code_objects.pop()
+        code_objects += [value for value in code_object.co_consts if isinstance(value, types.CodeType)]
+        for instruction in dis.get_instructions(code_object):
             if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                used.add(instruction.argval)
+                used_names.add(instruction.argval)
             elif instruction.opname in ("STORE_GLOBAL", "STORE_NAME"):
-                defined.add(instruction.argval)
+                defined_names.add(instruction.argval)
     # Every module defines names with two leading underscores
-    return sorted(name for name in used - defined if not name.startswith("__"))
+    return sorted(name for name in used_names - defined_names if not name.startswith("__"))
 
 
 def recipe_class(script: ModuleType) -> type[Recipe]:
     """Return the recipe class that the script declares, or raise ValueError if there is none."""
-    declared = (
+    declared_objects = (
         value for value in vars(script).values() if getattr(value, "__module__", None) == script.__name__
     )
-    recipes = [value for value in declared if isinstance(value, type) and issubclass(value, Recipe)]
+    recipes = [value for value in declared_objects if isinstance(value, type) and issubclass(value, Recipe)]
     if not recipes:
         raise ValueError(f"{script.__file__} declares no recipe, so it is not a train script")
     return recipes[0]
@@ -114,7 +114,7 @@ def as_flags(recipe: dict[str, Any], cls: type[Recipe]) -> list[str]:
     Raises:
         ValueError: If the recipe contains an unknown key.
     """
-    recipe = {name: value for name, value in recipe.items() if name not in LEFT}
+    recipe = {name: value for name, value in recipe.items() if name not in REMOVED_FLAGS}
     if unknown := recipe.keys() - recipe_part(cls()).keys():
         raise ValueError(f"the recipe contains {unknown.pop()!r}, which {cls.__name__} does not define")
     flags, omitted = [], flags_where(cls, "training_only")
@@ -139,16 +139,16 @@ def normalisation(script: ModuleType, model: nn.Module) -> tuple[tuple[float, ..
 def main() -> None:
     del sys.argv[0]  # so that error messages show the script's name
     script = load_script(Path(sys.argv[0]))
-    recipe = untrained(recipe_of(script, sys.argv[1:]))
+    recipe = without_training_flags(recipe_of(script, sys.argv[1:]))
     with torch.device("meta"):
-        model = script.build_model(recipe, CLASSES) if hasattr(script, "build_model") else nn.Identity()
-    size = {
+        model = script.build_model(recipe, CLASS_COUNT) if hasattr(script, "build_model") else nn.Identity()
+    summary = {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "data": recipe.data,
         "images": training_images(recipe.data),
         "batch_size": recipe.batch_size,
     }
-    print(json.dumps(size))
+    print(json.dumps(summary))
 
 
 def training_images(data: str) -> int | None:
@@ -158,8 +158,8 @@ def training_images(data: str) -> int | None:
         import pyarrow.parquet
 
         return sum(pyarrow.parquet.ParquetFile(table).metadata.num_rows for table in tables)
-    files = (file for file in (folder / "train").rglob("*") if file.suffix not in TABLES and file.is_file())
-    return sum(1 for _ in files) or IMAGES.get(data)
+    files = filter(Path.is_file, (folder / "train").rglob("*"))
+    return sum(file.suffix not in TABLE_SUFFIXES for file in files) or TRAINING_IMAGES.get(data)
 
 
 if __name__ == "__main__":

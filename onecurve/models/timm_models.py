@@ -21,7 +21,7 @@ from onecurve.system.output import log
 from onecurve.upstream.accelerate_ import block_names
 from onecurve.upstream.timm_ import replace_attention, replace_patch_convolution
 
-TRIED = 8  # number of nearby sizes to try if a model does not accept an image size
+TRIED_SIZES = 8  # number of nearby sizes to try if a model does not accept an image size
 
 
 def data_config_of(model: nn.Module, recipe: Any = None) -> DataConfig:
@@ -31,7 +31,7 @@ def data_config_of(model: nn.Module, recipe: Any = None) -> DataConfig:
     return data_config(resolve_model_data_config(model), recipe)
 
 
-def registered(name: str) -> Any:
+def registered_config(name: str) -> Any:
     """Return timm's configuration for named weights, or raise ValueError for an unknown name or tag."""
     import timm
 
@@ -58,24 +58,24 @@ def fitting(name: str, size: int, **options: Any) -> dict[str, Any]:
             image size. For an image size, the message lists the nearest accepted sizes.
     """
 
-    accepted, is_possible = _try_options(name, size, options)
-    for option in options.keys() - accepted.keys():
+    accepted_options, accepts_size = _try_options(name, size, options)
+    for option in options.keys() - accepted_options.keys():
         if option in ("patch_size", "depth"):
             raise ValueError(f"--{option} does not apply to --model {name}. Remove --{option}.")
         if options[option] and rank() == 0:
             log.info(f"{name} does not support {option} and is trained without {option}")
-    if not is_possible:
-        default_size = registered(name).input_size[-1]
+    if not accepts_size:
+        default_size = registered_config(name).input_size[-1]
 
-        def distance(candidate: int) -> tuple[int, int]:
-            return abs(candidate - size), candidate
+        def distance(candidate_size: int) -> tuple[int, int]:
+            return abs(candidate_size - size), candidate_size
 
-        nearest = sorted(range(32, 2 * max(size, default_size), 32), key=distance)[:TRIED]
-        candidates = sorted({default_size, *nearest})
-        sizes = [str(candidate) for candidate in candidates if _try_options(name, candidate, options)[1]]
+        nearest_sizes = sorted(range(32, 2 * max(size, default_size), 32), key=distance)[:TRIED_SIZES]
+        candidate_sizes = sorted({default_size, *nearest_sizes})
+        sizes = [str(candidate) for candidate in candidate_sizes if _try_options(name, candidate, options)[1]]
         if sizes:  # if no size is accepted, timm reports the actual error later
             raise ValueError(f"{name} does not accept --image_size {size}. Choose one of {', '.join(sizes)}.")
-    return accepted
+    return accepted_options
 
 
 def _try_options(name: str, size: int, options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
@@ -94,12 +94,12 @@ def _try_options(name: str, size: int, options: dict[str, Any]) -> tuple[dict[st
                 return options, True
             except Exception as error:  # the exception type depends on the model
                 message = str(error)
-            unknown = [
+            unknown_options = [
                 option for option in options if f"'{option}'" in message and "unexpected keyword" in message
             ]
-            if not unknown:
+            if not unknown_options:
                 return options, False
-            options.pop(unknown[0])
+            options.pop(unknown_options[0])
 
 
 def block_classes(model: Any) -> tuple[str, ...]:
@@ -117,10 +117,10 @@ def block_classes(model: Any) -> tuple[str, ...]:
         raise ValueError(f"{type(model).__name__}'s layers share parameters. Choose a different --model.")
     if names := block_names(model):
         return tuple(sorted(names))
-    matcher = model.group_matcher(coarse=False) if hasattr(model, "group_matcher") else None
-    if isinstance(matcher, dict):
+    group_matcher = model.group_matcher(coarse=False) if hasattr(model, "group_matcher") else None
+    if isinstance(group_matcher, dict):
         patterns: list[str] = []
-        for group_name, group in matcher.items():
+        for group_name, group in group_matcher.items():
             if not group or group_name.startswith("stem"):
                 continue
             if isinstance(group, str):
@@ -136,14 +136,14 @@ def block_classes(model: Any) -> tuple[str, ...]:
         candidates = list(getattr(model, "stages", getattr(model, "blocks", nn.Sequential())).children())
     blocks = [block for module in candidates for block in _blocks_in(module)]
     classes = {type(block) for block in blocks}
-    parts_of_blocks = {type(part) for block in blocks for part in block.modules() if part is not block}
-    return tuple(sorted(cls.__name__ for cls in classes - parts_of_blocks or classes))
+    inner_classes = {type(module) for block in blocks for module in block.modules() if module is not block}
+    return tuple(sorted(cls.__name__ for cls in classes - inner_classes or classes))
 
 
 def _blocks_in(module: nn.Module) -> Iterator[nn.Module]:
-    inner = getattr(module, "blocks", None)
-    container = inner if isinstance(inner, nn.Module) else module
-    if container is inner or type(module).__module__.startswith("torch."):
+    inner_blocks = getattr(module, "blocks", None)
+    container = inner_blocks if isinstance(inner_blocks, nn.Module) else module
+    if container is inner_blocks or type(module).__module__.startswith("torch."):
         for child in container.children():
             yield from _blocks_in(child)
     elif next(module.children(), None):
@@ -243,7 +243,7 @@ def speed_up(model: nn.Module, size: int | None = None) -> None:
 def _is_plain(attention: nn.Module) -> bool:
     """Return True if the attention layer has no additional submodules, such as a gate."""
     parts = attention.named_children()
-    return all(name in Attention.PARTS or isinstance(part, nn.Identity) for name, part in parts)
+    return all(name in Attention.CHILD_NAMES or isinstance(part, nn.Identity) for name, part in parts)
 
 
 def _count_tokens(model: nn.Module, size: int) -> None:

@@ -15,10 +15,10 @@ def check_early(recipe_class: RecipeClass) -> RecipeClass:
     if recipe_class.__module__ == "__main__":
         from onecurve.flags.recipe import ImageRecipe, from_flags
         from onecurve.system.cli import run_command, say_loading
-        from onecurve.system.env import is_hosts_first, launched, processes_per_host, world_size
+        from onecurve.system.env import is_hosts_first, is_launched, processes_per_host, world_size
         from onecurve.system.processes import end_with_parent
 
-        if launched():  # End this process when the launcher ends, even during imports
+        if is_launched():  # End this process when the launcher ends, even during imports
             end_with_parent()
 
         recipe: Any = from_flags(recipe_class)

@@ -14,9 +14,9 @@ from onecurve.distributed.channel import let_main_close_first
 from onecurve.distributed.strategy import device_name, unused_parameters, without_gradient
 from onecurve.distributed.watch import watch
 from onecurve.flags.recipe import Batch, Recipe
-from onecurve.run.folder import folders
+from onecurve.run.folder import candidate_folders
 from onecurve.run.identity import run_name
-from onecurve.run.lease import RECORD
+from onecurve.run.lease import OWNER_FILE
 from onecurve.run.record import WRITING_GRACE_S
 from onecurve.run.session import Ranks
 from onecurve.system.files import not_written, read_json, write_json
@@ -24,8 +24,9 @@ from onecurve.system.phase import ENDING, SAVING, now
 from onecurve.system.processes import says_out_of_memory
 from onecurve.system.text import plural
 
-ONE_VALUE = "Expected more than 1 value per channel when training"  # Part of an error message from torch
-NOT_DETERMINISTIC = " does not have a deterministic implementation"
+# Part of an error message from torch
+BATCH_NORM_ERROR = "Expected more than 1 value per channel when training"
+NOT_DETERMINISTIC_ERROR = " does not have a deterministic implementation"
 
 
 def end_preempted(ranks: Ranks, reason: str) -> None:
@@ -68,7 +69,7 @@ def end_early(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> None:
     """Write `preempted` to result.json, without a checkpoint, after a signal that arrived before training."""
     folder = _expected_folder(accelerator, recipe, batch) if accelerator.is_main_process else None
     # If a record exists, another process owns the folder, or the owner was killed
-    if folder and not (folder / RECORD).exists():
+    if folder and not (folder / OWNER_FILE).exists():
         file = folder / "result.json"
         with contextlib.suppress(ValueError, OSError):
             write_json(file, (read_json(file) if file.exists() else {}) | {"status": "preempted"})
@@ -94,7 +95,7 @@ def end_failed(
             action = f"resume at step {step:,}" if step else "start from the beginning"
             local_error = KeyboardInterrupt(f"run the same command to {action}")
     else:
-        local_error = explained(error, accelerator, batch, ranks)
+        local_error = explained_error(error, accelerator, batch, ranks)
     first_error = watch.report_failure(local_error)
     if record:
         is_interrupted = isinstance(first_error, KeyboardInterrupt)
@@ -118,11 +119,11 @@ def _resume_step(accelerator: Accelerator, recipe: Recipe, batch: Batch, ranks: 
 def _expected_folder(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> Path | None:
     """Return the folder that a run of this recipe would use, or None if the folder is unknown."""
     with contextlib.suppress(ValueError, OSError):
-        return next(folders(recipe, run_name(accelerator, recipe, batch), None))
+        return next(candidate_folders(recipe, run_name(accelerator, recipe, batch), None))
     return None
 
 
-def explained(
+def explained_error(
     error: BaseException, accelerator: Accelerator, batch: Batch, ranks: Ranks | None
 ) -> BaseException:
     """Return a ValueError that explains the cause and remedy of a known error.
@@ -130,22 +131,22 @@ def explained(
     Return other errors unchanged.
     """
     if is_out_of_memory(error):
-        return ValueError(out_of_memory(accelerator, batch, error))
+        return ValueError(out_of_memory_message(accelerator, batch, error))
     if str(error).endswith("--on_bad_image skip") and ranks:
-        is_given = not (ranks.recipe.output_dir or "*").endswith("*")
-        # `resumes` is truthy if the same command would resume this run
-        resumes = ranks.newest or (is_given and ranks.state.logged_step)
-        return ValueError(f"{error} --allow_changed on_bad_image") if resumes else error
-    if ONE_VALUE in str(error):
+        has_given_folder = not (ranks.recipe.output_dir or "*").endswith("*")
+        # `is_resumable` is truthy if the same command would resume this run
+        is_resumable = ranks.newest_saved_step or (has_given_folder and ranks.state.logged_step)
+        return ValueError(f"{error} --allow_changed on_bad_image") if is_resumable else error
+    if BATCH_NORM_ERROR in str(error):
         return ValueError(f"BatchNorm failed: {error}. Increase --per_device_batch_size or --image_size")
-    if NOT_DETERMINISTIC in str(error):
-        operation = str(error).partition(NOT_DETERMINISTIC)[0].strip()
+    if NOT_DETERMINISTIC_ERROR in str(error):
+        operation = str(error).partition(NOT_DETERMINISTIC_ERROR)[0].strip()
         return ValueError(
             f"--deterministic: {operation} has no deterministic implementation on GPUs. Replace this"
             " operation in the script, or remove --deterministic"
         )
-    if ranks and (unused := unused_parameters(error, [*ranks.saver.training.layout.parameters])):
-        return ValueError(without_gradient(unused))
+    if ranks and (unused_names := unused_parameters(error, [*ranks.saver.training.layout.parameters])):
+        return ValueError(without_gradient(unused_names))
     if ranks and ranks.record and isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return not_written("the run", ranks.record.folder, error)  # The script could not write a file
     return error
@@ -158,19 +159,19 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     )
 
 
-def out_of_memory(accelerator: Accelerator, batch: Batch, error: BaseException) -> str:
+def out_of_memory_message(accelerator: Accelerator, batch: Batch, error: BaseException) -> str:
     """Return a message that suggests a batch size.
 
     If the error does not mention memory, the message quotes it.
     """
-    smaller = batch.smaller()
+    smaller_batch_size = batch.smaller_per_device()
     advice = "Shard the model (fsdp_4gpu, zero3_4gpu, zero3_offload_4gpu), or use a smaller model"
-    if smaller:
+    if smaller_batch_size:
         advice = (
-            f"Try --per_device_batch_size {smaller}, which keeps --batch_size {batch.total} with"
-            f" {plural(batch.total // (smaller * batch.processes), 'accumulation step')}. {advice}"
+            f"Try --per_device_batch_size {smaller_batch_size}, which keeps --batch_size {batch.total} with"
+            f" {plural(batch.total // (smaller_batch_size * batch.processes), 'accumulation step')}. {advice}"
         )
     device = device_name(accelerator)
     first_line = str(error).partition("\n")[0]
-    quoted = "" if "memory" in first_line or not first_line else f". The error was: {first_line}"
-    return f"out of memory on {device} with --per_device_batch_size {batch.per_device}. {advice}{quoted}"
+    error_quote = "" if "memory" in first_line or not first_line else f". The error was: {first_line}"
+    return f"out of memory on {device} with --per_device_batch_size {batch.per_device}. {advice}{error_quote}"

@@ -18,40 +18,40 @@ from onecurve.models.preprocessing import IMAGENET_CROP, Crop
 from onecurve.numerics.augment import send, to_float
 from onecurve.numerics.order import chosen_by_hash, evaluation_plan
 
-SHOWN = 16  # Number of sample predictions shown in plots/
+SHOWN_IMAGES = 16  # Number of sample predictions shown in plots/
 # Maximum number of classes for which a confusion matrix is stored instead of the most frequent mistakes
-CONFUSED = 1000
-MISTAKES = 20  # Maximum number of pairs that frequent_mistakes() returns
+MAX_CONFUSION_CLASSES = 1000
+MAX_LISTED_MISTAKES = 20  # Maximum number of pairs that frequent_mistakes() returns
 
 Mistake = tuple[int, int, int]  # (true class, predicted class, number of images)
 
 
-def mean_of_classes(metric: Metric, counts: np.ndarray) -> float:
+def mean_of_classes(metric: Metric, counts_by_class: np.ndarray) -> float:
     """Return the mean of a per-class metric, computed as in scikit-learn.
 
-    `counts`, int64 [3, classes], contains the numbers of images, predictions and correct predictions per
-    class.
+    `counts_by_class`, int64 [3, classes], contains the numbers of images, predictions and correct predictions
+    per class.
     """
     assert metric.value
-    numerators, denominators = metric.value(*counts)
+    numerators, denominators = metric.value(*counts_by_class)
     is_defined = denominators > 0
     return float((numerators[is_defined] / denominators[is_defined]).mean())
 
 
-def frequent_mistakes(labels: np.ndarray, predicted: np.ndarray, classes: int) -> list[Mistake]:
+def frequent_mistakes(labels: np.ndarray, predicted: np.ndarray, class_count: int) -> list[Mistake]:
     """Return the most frequently confused class pairs, in descending order of frequency.
 
     Both inputs are int64 [n].
     """
     is_wrong = labels != predicted
-    pair_codes, counts = np.unique(labels[is_wrong] * classes + predicted[is_wrong], return_counts=True)
-    most_frequent = np.argsort(-counts, kind="stable")[:MISTAKES]
-    codes_and_counts = np.c_[pair_codes, counts][most_frequent].tolist()
-    return [(code // classes, code % classes, count) for code, count in codes_and_counts]
+    pair_codes, counts = np.unique(labels[is_wrong] * class_count + predicted[is_wrong], return_counts=True)
+    most_frequent = np.argsort(-counts, kind="stable")[:MAX_LISTED_MISTAKES]
+    code_counts = np.c_[pair_codes, counts][most_frequent].tolist()
+    return [(code // class_count, code % class_count, count) for code, count in code_counts]
 
 
 @dataclass(frozen=True)
-class Predicted:
+class PredictedBatch:
     """Predictions for the v >= 0 valid samples in a micro-batch, on this process's device."""
 
     ids: np.ndarray  # Ids of the samples, int64 [v]
@@ -59,16 +59,17 @@ class Predicted:
     labels: Tensor  # True classes, int64 [v]
     logits: Tensor  # Outputs of the model, float32 [v, classes]
 
-    def only(self, ids: np.ndarray) -> "Predicted":
+    def select(self, ids: np.ndarray) -> "PredictedBatch":
         """Return a copy of the predictions for the samples in `ids`, so that the micro-batch can be freed."""
         rows = np.flatnonzero(np.isin(self.ids, ids))
         # Indexing with tensor[rows] would synchronize with the device.
         sent_rows = send(torch.from_numpy(rows), self.labels.device)
         selected = (tensor.index_select(0, sent_rows) for tensor in (self.pixels, self.labels, self.logits))
-        return Predicted(self.ids[rows], *selected)
+        return PredictedBatch(self.ids[rows], *selected)
 
-    def to(self, device: str) -> "Predicted":
-        return Predicted(self.ids, self.pixels.to(device), self.labels.to(device), self.logits.to(device))
+    def to(self, device: str) -> "PredictedBatch":
+        moved = (tensor.to(device) for tensor in (self.pixels, self.labels, self.logits))
+        return PredictedBatch(self.ids, *moved)
 
 
 class Watcher(Protocol):
@@ -76,7 +77,7 @@ class Watcher(Protocol):
 
     def show_progress(self, text: str) -> None: ...
 
-    def keep(self, confusion: Tensor | list[Mistake], examples: list[Predicted]) -> None: ...
+    def keep(self, confusion: Tensor | list[Mistake], examples: list[PredictedBatch]) -> None: ...
 
 
 def evaluate(
@@ -104,69 +105,70 @@ def evaluate(
         crop: Method for resizing images, and for cropping images that stay encoded.
         watcher: Receiver of the evaluation's progress and predictions. show_progress() is called before each
             micro-batch. keep() receives the confusion matrix, int64 [classes, classes] with one row per true
-            class, or the most frequent mistakes if there are more than CONFUSED classes. keep() also receives
-            this process's share of SHOWN sample predictions. The sample images do not depend on the seed.
+            class, or the most frequent mistakes if there are more than MAX_CONFUSION_CLASSES classes. keep()
+            also receives this process's share of SHOWN_IMAGES sample predictions. The sample images do not
+            depend on the seed.
 
     Returns:
         A dictionary with "loss", "accuracy", "images" and the metric of --best_by. All processes return the
         same metrics.
     """
     # [sum of the losses, sum of the metric that --best_by selects]
-    sums = torch.zeros(2, device=accelerator.device, dtype=torch.float64)
+    metric_sums = torch.zeros(2, device=accelerator.device, dtype=torch.float64)
     best_by = METRICS[recipe.best_by]
-    counts = confusion = None
-    label_pairs, examples = list[Tensor](), []
-    expected = counted(split, recipe)
-    example_ids = chosen_by_hash(len(split), min(SHOWN, expected))
+    counts_by_class = confusion = None
+    labels_and_predictions, examples = list[Tensor](), []
+    expected_images = evaluated_count(split, recipe)
+    example_ids = chosen_by_hash(len(split), min(SHOWN_IMAGES, expected_images))
     show_progress = watcher.show_progress
-    for outputs in predictions(accelerator, model, split, recipe, batch, mean, std, show_progress, crop):
-        classes, predicted = outputs.logits.shape[1], outputs.logits.argmax(1)
-        sums[0] += exact_sum(F.cross_entropy(outputs.logits, outputs.labels, reduction="none"))
+    for outputs in predict_batches(accelerator, model, split, recipe, batch, mean, std, show_progress, crop):
+        class_count, predicted = outputs.logits.shape[1], outputs.logits.argmax(1)
+        metric_sums[0] += exact_sum(F.cross_entropy(outputs.logits, outputs.labels, reduction="none"))
         if best_by.value and not best_by.by_class:
-            sums[1] += exact_sum(best_by.value(outputs.logits, outputs.labels).float())
-        if counts is None:
-            counts = torch.zeros(3, classes, dtype=torch.int64, device=sums.device)
-        if confusion is None and classes <= CONFUSED:
-            confusion = torch.zeros(classes, classes, dtype=torch.int64, device=sums.device)
+            metric_sums[1] += exact_sum(best_by.value(outputs.logits, outputs.labels).float())
+        if counts_by_class is None:
+            counts_by_class = torch.zeros(3, class_count, dtype=torch.int64, device=metric_sums.device)
+        if confusion is None and class_count <= MAX_CONFUSION_CLASSES:
+            confusion = torch.zeros(class_count, class_count, dtype=torch.int64, device=metric_sums.device)
         ones = torch.ones_like(predicted)
-        counts[0].index_add_(0, outputs.labels, ones)
-        counts[1].index_add_(0, predicted, ones)
-        counts[2].index_add_(0, predicted, (outputs.labels == predicted).long())
+        counts_by_class[0].index_add_(0, outputs.labels, ones)
+        counts_by_class[1].index_add_(0, predicted, ones)
+        counts_by_class[2].index_add_(0, predicted, (outputs.labels == predicted).long())
         if confusion is not None:
-            confusion.view(-1).index_add_(0, outputs.labels * classes + predicted, ones)
+            confusion.view(-1).index_add_(0, outputs.labels * class_count + predicted, ones)
         else:
-            label_pairs.append(torch.stack([outputs.labels, predicted]))
+            labels_and_predictions.append(torch.stack([outputs.labels, predicted]))
         if np.isin(outputs.ids, example_ids).any():
-            examples.append(outputs.only(example_ids))
-    counts = accelerator.reduce(counts, "sum")
-    images, _, correct = counts.sum(1).tolist()
-    assert images == expected, f"evaluated {images} of {expected} images"
+            examples.append(outputs.select(example_ids))
+    counts_by_class = accelerator.reduce(counts_by_class, "sum")
+    images, _, correct_images = counts_by_class.sum(1).tolist()
+    assert images == expected_images, f"evaluated {images} of {expected_images} images"
     if confusion is not None:
         watcher.keep(accelerator.reduce(confusion, "sum"), examples)
     else:
-        pairs_by_rank = gather_object([torch.cat(label_pairs, 1).cpu().numpy()])
-        labels, predicted_classes = np.concatenate(pairs_by_rank, 1)
-        watcher.keep(frequent_mistakes(labels, predicted_classes, classes), examples)
-    loss, mean_metric = (accelerator.reduce(sums, "sum") / images).tolist()
-    metrics = {"loss": loss, "accuracy": correct / images, "images": images}
+        arrays_by_rank = gather_object([torch.cat(labels_and_predictions, 1).cpu().numpy()])
+        all_labels, all_predicted = np.concatenate(arrays_by_rank, 1)
+        watcher.keep(frequent_mistakes(all_labels, all_predicted, class_count), examples)
+    loss, mean_metric = (accelerator.reduce(metric_sums, "sum") / images).tolist()
+    metrics = {"loss": loss, "accuracy": correct_images / images, "images": images}
     if recipe.best_by not in metrics:
-        class_counts = counts.cpu().numpy()
+        class_counts = counts_by_class.cpu().numpy()
         metrics[recipe.best_by] = mean_of_classes(best_by, class_counts) if best_by.by_class else mean_metric
     return metrics
 
 
-def counted(split: Split, recipe: ImageRecipe) -> int:
+def evaluated_count(split: Split, recipe: ImageRecipe) -> int:
     """Return the number of images that an evaluation of the split includes."""
     return min(len(split), recipe.max_val_images or len(split))
 
 
 def evaluated_ids(split: Split, recipe: ImageRecipe) -> np.ndarray:
     """Return the ids of the images to evaluate, in ascending order, int64 [counted(split, recipe)]."""
-    return chosen_by_hash(len(split), counted(split, recipe))
+    return chosen_by_hash(len(split), evaluated_count(split, recipe))
 
 
 @torch.no_grad()
-def predictions(
+def predict_batches(
     accelerator: Accelerator,
     model: nn.Module,
     split: Split,
@@ -176,7 +178,7 @@ def predictions(
     std: tuple[float, ...],
     show_progress: Callable[[str], None],
     crop: Crop = IMAGENET_CROP,
-) -> Iterator[Predicted]:
+) -> Iterator[PredictedBatch]:
     """Yield predictions for this process's share of the split. All ranks must use this iterator.
 
     See evaluate() for the arguments.
@@ -184,17 +186,18 @@ def predictions(
     for buffer in model.buffers():  # All ranks use rank 0's BatchNorm statistics
         broadcast(buffer)
     model.eval()
-    device, size, count = accelerator.device, recipe.image_size, counted(split, recipe)
+    device, size = accelerator.device, recipe.image_size
     evaluated = evaluated_ids(split, recipe)
-    micro_batches = list(evaluation_plan(count, batch.per_device, batch.processes, accelerator.process_index))
+    rank, image_count = accelerator.process_index, evaluated_count(split, recipe)
+    micro_batches = list(evaluation_plan(image_count, batch.per_device, batch.processes, rank))
     plan = ((0, evaluated[positions]) for positions, _ in micro_batches)
     batches = split.batches(
         plan, device=device, train=False, size=size, seed=recipe.seed, workers=recipe.workers, crop=crop
     )
     evaluated_images = 0
     for (_, ids, pixels, labels), (_, valid) in zip(batches, micro_batches, strict=True):
-        show_progress(f"evaluated {evaluated_images:,} of {count:,} images")
+        show_progress(f"evaluated {evaluated_images:,} of {image_count:,} images")
         evaluated_images += batch.per_device * batch.processes
         logits = model(to_float(pixels, mean, std, size, crop.enlargement)).float()
-        yield Predicted(ids[:valid], pixels[:valid], labels[:valid], logits[:valid])
+        yield PredictedBatch(ids[:valid], pixels[:valid], labels[:valid], logits[:valid])
     model.train()

@@ -27,17 +27,17 @@ from onecurve.run.identity import (
     check_recipe,
     has_finished,
     has_trained,
-    model_part,
+    model_prefix,
     only_difference,
     recorded_recipe,
     script_name,
     why_not_this_run,
     why_other_run,
 )
-from onecurve.run.lease import RECORD, AlreadyOwned, FolderRecord, Lease, PrefixRecord, is_owned
-from onecurve.run.starts import STARTS
+from onecurve.run.lease import OWNER_FILE, AlreadyOwned, FolderRecord, Lease, PrefixRecord, is_owned
+from onecurve.run.starts import STARTS_FILE
 from onecurve.system.env import job_round
-from onecurve.system.files import json_lines, read_json, refuse_link, write_json, writing
+from onecurve.system.files import explaining_write_errors, json_lines, read_json, refuse_link, write_json
 from onecurve.system.output import log
 from onecurve.system.processes import start_ticks
 from onecurve.system.text import numbered
@@ -47,21 +47,26 @@ if TYPE_CHECKING:  # Imported at runtime only with --s3
     from onecurve.checkpoint.mirror import Mirror
     from onecurve.system.s3 import ObjectStore
 
-FOLDERS = ("checkpoints", "plots", "profile", "tensorboard", "wandb")  # Subfolders of a run folder
+SUBFOLDERS = ("checkpoints", "plots", "profile", "tensorboard", "wandb")  # Subfolders of a run folder
 # Maximum number of times that a launcher may restart a run without a new checkpoint
-FRUITLESS_RESTARTS = 3
+MAX_FRUITLESS_RESTARTS = 3
 # Files that a run writes to its folder. In a folder without a run, a file with one of these names belongs to
 # a different program, unless the function for its name returns True. The function returns True for a file
 # from a run that ended before training.
-WRITTEN: dict[str, Callable[[dict[str, Any]], bool]] = {
-    RECORD: lambda owner: {"id", "beat"} <= owner.keys(),
+IS_WRITTEN_BY_RUN: dict[str, Callable[[dict[str, Any]], bool]] = {
+    OWNER_FILE: lambda owner: {"id", "beat"} <= owner.keys(),
     "restarts.json": lambda restarts: {"launcher", "fruitless"} <= restarts.keys(),
     "result.json": lambda result: result == {"status": "preempted"},
-    STARTS: lambda start: isinstance(start.get("recipe"), dict),
+    STARTS_FILE: lambda start: isinstance(start.get("recipe"), dict),
 }
-PATTERNS = (*WRITTEN, "recipe.json", "metrics.jsonl", "samples.jsonl", "confusion.json", "telemetry-*.jsonl")
-PATTERNS += ("nvidia-smi-*.txt", "plots/curves.png", "plots/confusion.png", "plots/predictions.png")
-PATTERNS += ("profile/trace.json.gz", "profile/table.txt", "checkpoints/index.json")
+FILE_PATTERNS = (*IS_WRITTEN_BY_RUN, "recipe.json", "metrics.jsonl", "samples.jsonl", "confusion.json")
+FILE_PATTERNS += ("telemetry-*.jsonl", "nvidia-smi-*.txt", "checkpoints/index.json", "plots/curves.png")
+FILE_PATTERNS += (
+    "plots/confusion.png",
+    "plots/predictions.png",
+    "profile/trace.json.gz",
+    "profile/table.txt",
+)
 
 
 class RunFolder:
@@ -81,7 +86,7 @@ class RunFolder:
     mirror: "Mirror | None" = None
     checkpoint: Checkpoint | None = None
     is_new = False  # True if the run begins at this start with the checkpoint of a different run
-    began_at: str | None = None  # Value of --resume at the run's first start
+    resumed_from: str | None = None  # Value of --resume at the run's first start
 
     def __init__(self, recipe: Recipe, name: str, last_step: int, heartbeat: Heartbeat):
         self.recipe, self.last_step, self.heartbeat = recipe, last_step, heartbeat
@@ -91,10 +96,10 @@ class RunFolder:
                 " flag, and choose a new --name or --output_dir"
             )
         self.leases: list[Lease] = []  # Leases on the folder and on the S3 prefix
-        self.path = self._lease(name)
+        self.path = self._lease_folder(name)
         try:
-            with writing("the run", self.path):
-                self._open()
+            with explaining_write_errors("the run", self.path):
+                self._open_checkpoint()
         except BaseException:
             self.release()
             raise
@@ -108,7 +113,7 @@ class RunFolder:
         for lease in self.leases:
             lease.release()
 
-    def _lease(self, name: str) -> Path:
+    def _lease_folder(self, name: str) -> Path:
         """Acquire the lease on the run's folder, and return the folder's path.
 
         The folder of a run that has just begun may not contain recipe.json yet, but the owner's record
@@ -117,9 +122,9 @@ class RunFolder:
         """
         recipe = self.recipe
         identity = {"script": script_name(), "recipe": recipe_part(recipe)}
-        for path in folders(recipe, name, self.last_step):
+        for path in candidate_folders(recipe, name, self.last_step):
             try:
-                with writing("the run", path):
+                with explaining_write_errors("the run", path):
                     lease = Lease(FolderRecord(path), self.heartbeat, identity)
                 # A different run may have used the folder while this process waited for the lease.
                 if not why_not_this_run(path, recipe, self.last_step):
@@ -127,17 +132,17 @@ class RunFolder:
                     return path
                 lease.release()
             except AlreadyOwned as error:
-                usual_names = (name, name.removeprefix(model_part(recipe)))
+                usual_names = (name, name.removeprefix(model_prefix(recipe)))
                 is_elsewhere = not path.name.startswith(usual_names)  # A different job continues the run
                 is_given = Path(recipe.output_dir or "*").name != "*"
                 if is_given or not (is_elsewhere or why_other_run(error.record, recipe)):
                     raise
         raise AssertionError("folder numbers are unlimited")
 
-    def _open(self) -> None:
+    def _open_checkpoint(self) -> None:
         """Open the S3 mirror, and find the checkpoint from which the run resumes."""
         path, resume = self.path, self.recipe.resume
-        for name in FOLDERS:
+        for name in SUBFOLDERS:
             refuse_link(path / name)
         checkpoints.remove_temporary(path / "checkpoints")
         if self.recipe.s3:
@@ -148,7 +153,7 @@ class RunFolder:
             store.probe()
             self.leases.append(Lease(PrefixRecord(store), self.heartbeat))
             self.mirror = Mirror(store, path, self.recipe.keep_every, self.leases[-1].check)
-        self.checkpoint = self._own_checkpoint()
+        self.checkpoint = self._newest_own_checkpoint()
         if resume not in ("auto", "never"):
             self.is_new = self.checkpoint is None
             self.checkpoint = self.checkpoint or _other_runs_checkpoint(path, resume, self.heartbeat)
@@ -156,16 +161,17 @@ class RunFolder:
             check_recipe(str(self.checkpoint.folder), self.checkpoint.manifest, self.recipe)
             # On a new machine, recipe.json is missing, because the checkpoint was downloaded from the run's
             # S3 prefix.
-            begun = {"resumed_from": None if resume in ("auto", "never") else resume}
-            self.began_at = resume if self.is_new else (recorded_recipe(path) or begun).get("resumed_from")
+            new_run = {"resumed_from": None if resume in ("auto", "never") else resume}
+            record = {} if self.is_new else recorded_recipe(path) or new_run
+            self.resumed_from = resume if self.is_new else record.get("resumed_from")
 
-    def _own_checkpoint(self) -> Checkpoint | None:
+    def _newest_own_checkpoint(self) -> Checkpoint | None:
         """Return the newest checkpoint in the folder or in S3. Download a newer checkpoint from S3."""
-        parent, checkpoint, problem = self.path / "checkpoints", None, None
+        parent, checkpoint, damage = self.path / "checkpoints", None, None
         try:
             checkpoint = checkpoints.newest(parent, self.heartbeat)
         except ValueError as error:
-            problem = error  # Raised below unless S3 contains an intact checkpoint
+            damage = error  # Raised below unless S3 contains an intact checkpoint
         if self.mirror:
             from onecurve.checkpoint.mirror import committed, fetch_log, fetch_newest, read_manifest
             from onecurve.system.s3 import WrongSize
@@ -193,12 +199,12 @@ class RunFolder:
                 check_lease = self.leases[-1].check
                 if fetch_newest(store, parent, local_step, self.heartbeat, check_lease) is not None:
                     return checkpoints.newest(parent, self.heartbeat)
-        if problem:
-            raise problem
+        if damage:
+            raise damage
         return checkpoint
 
 
-def folders(recipe: Recipe, name: str, last_step: int | None) -> Iterator[Path]:
+def candidate_folders(recipe: Recipe, name: str, last_step: int | None) -> Iterator[Path]:
     """Create and yield folders that no other run uses.
 
     --output_dir specifies the folder. If the last part of --output_dir is `*`, the function tries the folder
@@ -221,23 +227,23 @@ def folders(recipe: Recipe, name: str, last_step: int | None) -> Iterator[Path]:
     is_reported = last_step is None
     output_dir = Path(recipe.output_dir or "runs/*")
     given_folder, parent = output_dir if output_dir.name != "*" else None, output_dir.parent / script_name()
-    old_name = name.removeprefix(model_part(recipe))  # Name of the run in version 1.0
-    names: list[str] = []  # Names of unfinished runs, to be tried first
+    old_name = name.removeprefix(model_prefix(recipe))  # Name of the run in version 1.0
+    resumable_names: list[str] = []  # Names of unfinished runs, to be tried first
     if not given_folder and old_name != name:
-        names = [*_unfinished_runs(parent, old_name, recipe, last_step)]
-    is_automatic = not (given_folder or names or recipe.name or recipe.s3)
-    if is_automatic and not any(_unfinished_runs(parent, name, recipe, last_step)):
-        other_names = _unfinished_runs_by_step(parent, recipe, last_step)
+        resumable_names = [*_unfinished_run_names(parent, old_name, recipe, last_step)]
+    is_automatic = not (given_folder or resumable_names or recipe.name or recipe.s3)
+    if is_automatic and not any(_unfinished_run_names(parent, name, recipe, last_step)):
+        other_names = _unfinished_run_names_by_step(parent, recipe, last_step)
         if _is_restarted():
-            names = other_names
+            resumable_names = other_names
         elif other_names and not is_reported:
             log.info(
                 f"{parent / other_names[0]} contains an unfinished run of this recipe that began with a"
                 " different number of processes or a different strategy. To resume that run instead of"
                 f" starting a new run, add --name {shlex.quote(other_names[0])}"
             )
-    automatic = map(parent.joinpath, itertools.chain(names, numbered(name)))
-    for folder in itertools.repeat(given_folder) if given_folder else automatic:
+    automatic_folders = map(parent.joinpath, itertools.chain(resumable_names, numbered(name)))
+    for folder in itertools.repeat(given_folder) if given_folder else automatic_folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -264,7 +270,7 @@ def folders(recipe: Recipe, name: str, last_step: int | None) -> Iterator[Path]:
             )
 
 
-def _unfinished_runs(parent: Path, name: str, recipe: Recipe, last_step: int | None) -> Iterator[str]:
+def _unfinished_run_names(parent: Path, name: str, recipe: Recipe, last_step: int | None) -> Iterator[str]:
     """Yield the names of unfinished runs of this recipe in the folders <name>, <name>-2 and so on."""
     existing_names = itertools.takewhile(
         lambda run_name: (parent / run_name / "recipe.json").exists(), numbered(name)
@@ -275,41 +281,42 @@ def _unfinished_runs(parent: Path, name: str, recipe: Recipe, last_step: int | N
             yield run_name
 
 
-def _unfinished_runs_by_step(parent: Path, recipe: Recipe, last_step: int | None) -> list[str]:
+def _unfinished_run_names_by_step(parent: Path, recipe: Recipe, last_step: int | None) -> list[str]:
     """Return the names of this recipe's unfinished runs without a live owner, by descending step."""
     newest_steps = {}  # {run name: step of the newest checkpoint}
     for folder in sorted(parent.glob("*/")):
         with contextlib.suppress(OSError, ValueError):  # The recipe.json of a different run may be damaged
-            is_known = isinstance((recorded_recipe(folder) or {}).get("recipe"), dict) and has_trained(folder)
+            recipe_file = recorded_recipe(folder) or {}
+            is_trained = isinstance(recipe_file.get("recipe"), dict) and has_trained(folder)
             # A restarted job may have lost a host. Lease waits for heartbeats from a lost host.
             has_owner = is_owned(folder, 0) if _is_restarted() else is_owned(folder)
-            if is_known and not has_owner and not why_not_this_run(folder, recipe, last_step):
+            if is_trained and not has_owner and not why_not_this_run(folder, recipe, last_step):
                 newest_steps[folder.name] = max(steps_in(folder / "checkpoints"), default=0)
     return sorted(newest_steps, key=lambda name: -newest_steps[name])
 
 
 def _is_restarted() -> bool:
     """Return True if the launcher may restart the job with a different number of processes."""
-    return bool(_most_restarts() or job_round()[1])
+    return bool(_max_restarts() or job_round()[1])
 
 
 def _other_programs_file(folder: Path) -> str | None:
     """Return the name of another program's file that a run would overwrite, or None if there is none."""
     if "recipe" in (recorded_recipe(folder) or {}) or steps_in(folder / "checkpoints"):
         return None
-    files = (file for pattern in PATTERNS for file in sorted(folder.glob(pattern)) if file.lstat().st_size)
-    foreign_files = (str(file.relative_to(folder)) for file in files if not _is_leftover(file))
-    return next(foreign_files, None)
+    files = (file for pattern in FILE_PATTERNS for file in sorted(folder.glob(pattern)))
+    foreign_files = (file for file in files if file.lstat().st_size and not _is_leftover(file))
+    return next((str(file.relative_to(folder)) for file in foreign_files), None)
 
 
 def _is_leftover(file: Path) -> bool:
     """Return True if the file was written by a run that ended before it wrote recipe.json."""
-    if not (is_written_by_run := WRITTEN.get(file.name)):
+    if not (is_written_by_run := IS_WRITTEN_BY_RUN.get(file.name)):
         return False
     try:
         return is_written_by_run(next(json_lines(file), {}) if file.suffix == ".jsonl" else read_json(file))
     except (OSError, ValueError):
-        return file.name == RECORD  # Lease handles an unreadable record
+        return file.name == OWNER_FILE  # Lease handles an unreadable record
 
 
 def _other_runs_checkpoint(folder: Path, resume: str, heartbeat: Heartbeat) -> Checkpoint:
@@ -347,23 +354,23 @@ def count_restarts(folder: Path, step: int) -> None:
         step: Step at which the run starts or resumes.
 
     Raises:
-        ValueError: If more than FRUITLESS_RESTARTS consecutive restarts made no progress.
+        ValueError: If more than MAX_FRUITLESS_RESTARTS consecutive restarts made no progress.
     """
-    if _most_restarts() == 0:
+    if _max_restarts() == 0:
         return
     # Unique identifier of the launcher
     launcher = f"{socket.gethostname()} {os.getppid()} {start_ticks(os.getppid())}"
-    file, fruitless = folder / "restarts.json", 0
+    restarts_file, fruitless_restarts = folder / "restarts.json", 0
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        previous = read_json(file)
-        if (previous["launcher"], previous["step"]) == (launcher, step):
-            fruitless = previous["fruitless"] + 1
+        previous_restarts = read_json(restarts_file)
+        if (previous_restarts["launcher"], previous_restarts["step"]) == (launcher, step):
+            fruitless_restarts = previous_restarts["fruitless"] + 1
             # A missing result.json raises an OSError.
-            fruitless -= read_json(folder / "result.json")["status"] == "preempted"
-    write_json(file, {"launcher": launcher, "step": step, "fruitless": fruitless})
-    if fruitless > FRUITLESS_RESTARTS:
+            fruitless_restarts -= read_json(folder / "result.json")["status"] == "preempted"
+    write_json(restarts_file, {"launcher": launcher, "step": step, "fruitless": fruitless_restarts})
+    if fruitless_restarts > MAX_FRUITLESS_RESTARTS:
         raise ValueError(
-            f"the launcher restarted the job {FRUITLESS_RESTARTS} times without a new checkpoint since"
+            f"the launcher restarted the job {MAX_FRUITLESS_RESTARTS} times without a new checkpoint since"
             f" step {step:,}. The log of the first failure shows the cause. Fix the cause, then run the same"
             " command to resume"
         )
@@ -373,5 +380,5 @@ def _stored_json(store: "ObjectStore", key: str) -> Any:
     return json.loads(store.read(key, JSON_LIMIT_BYTES) or b"")
 
 
-def _most_restarts() -> int:
+def _max_restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))

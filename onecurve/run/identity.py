@@ -12,7 +12,7 @@ from onecurve.checkpoint.format import step_name, steps_in
 from onecurve.distributed import strategy as job
 from onecurve.distributed.job_accelerator import JobAccelerator
 from onecurve.distributed.rendezvous import most_hosts, most_processes
-from onecurve.flags.fields import LEFT, flags_where, without_left
+from onecurve.flags.fields import REMOVED_FLAGS, flags_where, without_removed
 from onecurve.flags.recipe import Batch, Recipe, recipe_part
 from onecurve.run.starts import comparable
 from onecurve.system.files import json_lines, read_json
@@ -34,10 +34,10 @@ def run_name(accelerator: JobAccelerator, recipe: Recipe, batch: Batch) -> str:
     hosts, processes = most_hosts(), most_processes()
     strategy = job.strategy(accelerator)
     strategy = "ddp" if strategy == "single" and processes > 1 else strategy
-    return f"{model_part(recipe)}{strategy}_{batch.total}_{recipe.epochs}_{hosts}_{processes / hosts:g}"
+    return f"{model_prefix(recipe)}{strategy}_{batch.total}_{recipe.epochs}_{hosts}_{processes / hosts:g}"
 
 
-def model_part(recipe: Recipe) -> str:
+def model_prefix(recipe: Recipe) -> str:
     """Return the prefix that scripts with --model add to run names, or an empty string in other scripts."""
     return re.sub(r"[^\w.-]+", "_", recipe.model) + "_" if recipe.model else ""
 
@@ -52,26 +52,26 @@ def why_other_run(record: dict[str, Any], recipe: Recipe) -> str:
         return ""
     if (script := record.get("script")) != script_name():
         return f" of the script {script}"
-    if differing := "; ".join(recipe_differences(record["recipe"], recipe)):
-        return f" with a different recipe ({differing}; --allow_changed can permit changed flags)"
+    if differences := "; ".join(recipe_differences(record["recipe"], recipe)):
+        return f" with a different recipe ({differences}; --allow_changed can permit changed flags)"
     return ", but --resume never requires a new run" if recipe.resume == "never" else ""
 
 
-def recipe_differences(recorded: dict[str, Any], recipe: Recipe) -> list[str]:
+def recipe_differences(recorded_flags: dict[str, Any], recipe: Recipe) -> list[str]:
     """List the changed flags that --allow_changed does not permit, such as `--epochs was 3, now 10`.
 
     If a flag is missing from the recorded recipe, its default is used for the comparison.
     """
-    # Converts each value to the type it has after a JSON round trip
-    current = json.loads(json.dumps(recipe_part(recipe)))
+    # Convert each value to the type it has after a JSON round trip
+    current_flags = json.loads(json.dumps(recipe_part(recipe)))
     defaults = json.loads(json.dumps(recipe_part(type(recipe)())))
-    removed = [name for name in without_left(recorded) if name in LEFT]
-    recorded = recipe.without_derived(defaults | recorded)
-    paths = flags_where(type(recipe), "is_path")
-    return [f"--{name} was {recorded[name]}, but this flag no longer exists" for name in removed] + [
-        f"--{name} was {recorded[name]}, now {value}"
-        for name, value in current.items()
-        if comparable(recorded[name], name in paths) != comparable(value, name in paths)
+    removed = [name for name in without_removed(recorded_flags) if name in REMOVED_FLAGS]
+    recorded_flags = recipe.without_derived(defaults | recorded_flags)
+    path_flags = flags_where(type(recipe), "is_path")
+    return [f"--{name} was {recorded_flags[name]}, but this flag no longer exists" for name in removed] + [
+        f"--{name} was {recorded_flags[name]}, now {value}"
+        for name, value in current_flags.items()
+        if comparable(recorded_flags[name], name in path_flags) != comparable(value, name in path_flags)
         and name not in recipe.allow_changed
     ]
 
@@ -82,8 +82,8 @@ def only_difference(folder: Path, recipe: Recipe, last_step: int | None) -> str:
     is_same_script = record.get("script") == script_name() and isinstance(record.get("recipe"), dict)
     if not is_same_script or has_finished(partial(read_json, folder / "result.json"), last_step):
         return ""
-    differing = recipe_differences(record["recipe"], recipe)
-    return differing[0] if len(differing) == 1 else ""
+    differences = recipe_differences(record["recipe"], recipe)
+    return differences[0] if len(differences) == 1 else ""
 
 
 def why_not_this_run(folder: Path, recipe: Recipe, last_step: int | None) -> str:
@@ -96,7 +96,7 @@ def why_not_this_run(folder: Path, recipe: Recipe, last_step: int | None) -> str
         return ""  # No step was trained. The checkpoint's recipe is compared later
     if reason := why_other_run(record, recipe):
         return reason
-    if recipe.resume not in ("auto", record.get("resumed_from")) and not _is_own(folder, recipe.resume):
+    if recipe.resume not in ("auto", record.get("resumed_from")) and not _is_own_path(folder, recipe.resume):
         return f", which did not begin with --resume {recipe.resume}"
     is_finished = has_finished(partial(read_json, folder / "result.json"), last_step)
     return ", which is finished" if is_finished else ""
@@ -105,12 +105,12 @@ def why_not_this_run(folder: Path, recipe: Recipe, last_step: int | None) -> str
 def check_recipe(location: str, manifest: dict[str, Any], recipe: Recipe) -> None:
     """Raise ValueError if the checkpoint at `location` (a folder or address) has a different recipe."""
     recorded = manifest.get("recipe")
-    differing = "the checkpoint contains no recipe"
+    differences = "the checkpoint contains no recipe"
     if isinstance(recorded, dict):
-        differing = "; ".join(recipe_differences(recorded, recipe))
-    if differing:
+        differences = "; ".join(recipe_differences(recorded, recipe))
+    if differences:
         raise ValueError(
-            f"{location} belongs to a different recipe ({differing}). Specify the same flags, or list the"
+            f"{location} belongs to a different recipe ({differences}). Specify the same flags, or list the"
             " changed flags in --allow_changed"
         )
 
@@ -119,19 +119,19 @@ def has_trained(folder: Path) -> bool:
     """Return True if the run in the folder wrote a checkpoint or logged a step."""
     if steps_in(folder / "checkpoints"):
         return True
-    return (file := folder / "metrics.jsonl").exists() and any(line.get("step") for line in json_lines(file))
+    return (log := folder / "metrics.jsonl").exists() and any(entry.get("step") for entry in json_lines(log))
 
 
-def has_finished(read: Callable[[], Any], last_step: int | None) -> bool:
+def has_finished(read_result: Callable[[], Any], last_step: int | None) -> bool:
     """Return True if result.json records that a run has finished.
 
     Args:
-        read: Function that returns the content of result.json.
+        read_result: Function that returns the content of result.json.
         last_step: Last step of the new run. The function returns False if --max_steps ended the recorded run
             before this step. If last_step is None, the recorded run may end at any step.
     """
     try:
-        result = read()
+        result = read_result()
         is_complete = result["status"] == "finished" and result.get("uploaded") is not False
         may_continue = (result.get("stopped_by") or "--max_steps").startswith("--max_steps")
         has_all_steps = last_step is None or not may_continue or result["steps"] >= last_step
@@ -153,8 +153,8 @@ def recorded_recipe(folder: Path) -> dict[str, Any] | None:
         ) from None
 
 
-def _is_own(folder: Path, resume: str) -> bool:
+def _is_own_path(folder: Path, resume: str) -> bool:
     """Return True if --resume specifies this run's folder or the newest checkpoint in it."""
-    path, parent = Path(resume).resolve(), folder.resolve() / "checkpoints"
-    newest = [parent / step_name(step) for step in steps_in(parent)[:1]]
-    return path in (parent.parent, parent, *newest)
+    resume_path, own_checkpoints = Path(resume).resolve(), folder.resolve() / "checkpoints"
+    newest_checkpoint = [own_checkpoints / step_name(step) for step in steps_in(own_checkpoints)[:1]]
+    return resume_path in (own_checkpoints.parent, own_checkpoints, *newest_checkpoint)

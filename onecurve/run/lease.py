@@ -28,9 +28,10 @@ if TYPE_CHECKING:  # Imported lazily at runtime
     from onecurve.system.s3 import ObjectStore
 
 HEARTBEAT_S = 20  # Seconds between an owner's heartbeats
-WATCH_S = 65  # Seconds without a heartbeat after which an owner on a different machine is considered dead
-RELEASE_S = 5  # Maximum number of seconds that release() waits
-RECORD = "owner.json"  # Name of the file that contains the owner's record
+# Seconds without a heartbeat after which an owner on a different machine is considered dead
+SILENCE_S = 65
+RELEASE_WAIT_S = 5  # Maximum number of seconds that release() waits
+OWNER_FILE = "owner.json"  # Name of the file that contains the owner's record
 
 
 class AlreadyOwned(ValueError):
@@ -50,7 +51,7 @@ class FolderRecord:
     flag = "--output_dir"
 
     def __init__(self, folder: Path):
-        self.name, self.path = str(folder), folder / RECORD
+        self.name, self.path = str(folder), folder / OWNER_FILE
 
     def create(self, text: str) -> bool:
         """Create the record. Return False if a record already exists."""
@@ -78,7 +79,7 @@ class FolderRecord:
 
         Keep a newer record.
         """
-        renamed_path = self.path.with_name(f".{RECORD}.{secrets.token_hex(4)}")
+        renamed_path = self.path.with_name(f".{OWNER_FILE}.{secrets.token_hex(4)}")
         with contextlib.suppress(FileNotFoundError):
             self.path.rename(renamed_path)
             if (newer_text := renamed_path.read_text()) != text:
@@ -95,18 +96,18 @@ class PrefixRecord:
         self.name, self.store = store.url, store
 
     def create(self, text: str) -> bool:
-        return self.store.create(RECORD, text.encode())
+        return self.store.create(OWNER_FILE, text.encode())
 
     def read(self) -> str | None:
-        content = self.store.read(RECORD)
+        content = self.store.read(OWNER_FILE)
         return None if content is None else content.decode(errors="replace")
 
     def replace(self, text: str) -> None:
-        self.store.write(RECORD, text.encode())
+        self.store.write(OWNER_FILE, text.encode())
 
     def remove(self, text: str) -> None:
         if self.read() == text:
-            self.store.delete([RECORD])
+            self.store.delete([OWNER_FILE])
 
 
 Record = FolderRecord | PrefixRecord
@@ -130,7 +131,7 @@ class Lease:
         self.record = {**(details or {}), **_this_process(), "id": secrets.token_hex(8), "beat": 0}
         self.lost: str | None = None  # Message that is set when a different run has taken over
         while not store.create(json.dumps(self.record)):
-            _wait_for_end(store, heartbeat)
+            _wait_for_owner_to_end(store, heartbeat)
         self.released = threading.Event()
         self.thread = threading.Thread(target=self._keep_alive, daemon=True)
         self.thread.start()
@@ -142,17 +143,17 @@ class Lease:
             record_text is None
         ):  # A user removed the record, or a run took over while this process was suspended
             self.lost = (
-                f"{self.store.name} no longer contains {RECORD}. A user deleted this file, or another run"
+                f"{self.store.name} no longer contains {OWNER_FILE}. A user deleted this file, or another run"
                 f" used {self.store.name}"
             )
-        elif (owner := _parsed(record_text)).get("id") != self.record["id"]:
-            self.lost = f"{self.store.name} was taken over by {_owner_in_words(owner)}"
+        elif (current_owner := _parsed_record(record_text)).get("id") != self.record["id"]:
+            self.lost = f"{self.store.name} was taken over by {_owner_in_words(current_owner)}"
         return self.lost
 
     def release(self) -> None:
-        """Stop the heartbeats and remove the record. Wait at most RELEASE_S seconds for both steps."""
+        """Stop the heartbeats and remove the record. Wait at most RELEASE_WAIT_S seconds for both steps."""
         self.released.set()
-        self.thread.join(RELEASE_S)
+        self.thread.join(RELEASE_WAIT_S)
 
     def _keep_alive(self) -> None:
         # Errors are ignored here, because checkpoints report a full disk, and the mirror reports errors of
@@ -167,21 +168,21 @@ class Lease:
                 self.store.remove(json.dumps(self.record))
 
 
-def is_owned(folder: Path, silent_s: float = WATCH_S) -> bool:
+def is_owned(folder: Path, silent_s: float = SILENCE_S) -> bool:
     """Return True if the record in a run folder indicates a live owner, without waiting for a heartbeat.
 
     An owner on a different machine is considered dead after `silent_s` seconds without a heartbeat.
     """
     with contextlib.suppress(OSError):
-        record, (job, current_round) = _parsed(FolderRecord(folder).read()), job_round()
-        if record.get("machine") == _machine():
+        record, (job, current_round) = _parsed_record(FolderRecord(folder).read()), job_round()
+        if record.get("machine") == _machine_id():
             return is_running(record.get("pid", 0), record.get("start_ticks"))
         is_earlier_round = record.get("job") == job and record.get("round") in range(current_round)
-        return not is_earlier_round and time.time() - (folder / RECORD).stat().st_mtime < silent_s
+        return not is_earlier_round and time.time() - (folder / OWNER_FILE).stat().st_mtime < silent_s
     return False
 
 
-def _wait_for_end(store: Record, heartbeat: Callable[[], None]) -> None:
+def _wait_for_owner_to_end(store: Record, heartbeat: Callable[[], None]) -> None:
     """Wait until the record is removed, or remove a dead owner's record.
 
     Raise AlreadyOwned if the owner is alive.
@@ -189,17 +190,18 @@ def _wait_for_end(store: Record, heartbeat: Callable[[], None]) -> None:
     record_text = store.read()
     if record_text is None:
         return
-    record, (job, current_round) = _parsed(record_text), job_round()
+    record, (job, current_round) = _parsed_record(record_text), job_round()
     owner = _owner_in_words(record)
     refusal = AlreadyOwned(
         f"{store.name} is in use by {owner}. Stop that process, or choose a different {store.flag}", record
     )
-    if record.get("machine") == _machine():
+    if record.get("machine") == _machine_id():
         if is_running(record.get("pid", 0), record.get("start_ticks")):
             raise refusal
     elif record.get("job") != job or record.get("round") not in range(current_round):
-        log.info(f"{store.name} is leased by {owner}. Waiting up to {WATCH_S} s for a heartbeat of the owner")
-        deadline = time.monotonic() + WATCH_S
+        wait = f"Waiting up to {SILENCE_S} s for a heartbeat of the owner"
+        log.info(f"{store.name} is leased by {owner}. {wait}")
+        deadline = time.monotonic() + SILENCE_S
         while time.monotonic() < deadline:
             heartbeat()
             time.sleep(1)
@@ -216,7 +218,7 @@ def _this_process() -> dict[str, Any]:
     job, current_round = job_round()
     return {
         "host": socket.gethostname(),
-        "machine": _machine(),
+        "machine": _machine_id(),
         "pid": os.getpid(),
         "start_ticks": start_ticks(os.getpid()),
         "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
@@ -225,7 +227,7 @@ def _this_process() -> dict[str, Any]:
     }
 
 
-def _machine() -> str:
+def _machine_id() -> str:
     """Return an identifier for the machine's current boot and this container's PID namespace."""
     boot_file = Path("/proc/sys/kernel/random/boot_id")
     namespace_link = Path("/proc/self/ns/pid")
@@ -239,8 +241,8 @@ def _owner_in_words(record: dict[str, Any]) -> str:
     return f"process {pid} on host {host} (started {since})"
 
 
-def _parsed(text: str | None) -> dict[str, Any]:
+def _parsed_record(text: str | None) -> dict[str, Any]:
     try:
-        return parse_json(text or "{}", RECORD)
+        return parse_json(text or "{}", OWNER_FILE)
     except ValueError:
         return {}

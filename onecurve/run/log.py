@@ -16,7 +16,7 @@ from onecurve.numerics.order import Steps
 from onecurve.run.predictions import Predictions
 from onecurve.run.schemas import Mark, MetricsLine, RecipeFile
 from onecurve.run.state import RunState
-from onecurve.system.env import EVENTS_FILE, report
+from onecurve.system.env import EVENTS_FILE_VARIABLE, report_event
 from onecurve.system.files import check_regular, not_written, read_lines, write_json, write_text
 from onecurve.system.progress import TrainingProgress
 from onecurve.system.text import shortened
@@ -44,24 +44,24 @@ class RunLog:
         self.folder, self.state, self.steps_per_epoch = folder, state, steps.per_epoch
         self.problem: str | None = None
         self.scalars: dict[str, float | Tensor] = {}  # Scalars from the script for the next log line
-        self.val_images: list[int] = []  # Number of images per class in the last evaluation
+        self.val_images_by_class: list[int] = []  # Number of images per class in the last evaluation
         # Value of time.monotonic() after which the next step is reported to launch.py
-        self.report_at = 0.0 if EVENTS_FILE in os.environ else math.inf
-        metrics, samples = folder / "metrics.jsonl", folder / "samples.jsonl"
-        kept_lines = _remove_later_lines(metrics, state)
-        if samples.is_symlink():  # The target of the link may not belong to the run
-            samples.unlink()
-        if recipe.log_samples and samples.exists():
-            _truncate_after(samples, state.step)
-        marks = [line for line in kept_lines if {"interrupted_at", "resumed_at"} & set(line)]
-        self.was_interrupted = bool(marks) and "interrupted_at" in marks[-1]
+        self.report_at = 0.0 if EVENTS_FILE_VARIABLE in os.environ else math.inf
+        metrics_file, samples_file = folder / "metrics.jsonl", folder / "samples.jsonl"
+        kept_entries = _remove_later_entries(metrics_file, state)
+        if samples_file.is_symlink():  # The target of the link may not belong to the run
+            samples_file.unlink()
+        if recipe.log_samples and samples_file.exists():
+            _truncate_after(samples_file, state.step)
+        mark_entries = [entry for entry in kept_entries if {"interrupted_at", "resumed_at"} & set(entry)]
+        self.was_interrupted = bool(mark_entries) and "interrupted_at" in mark_entries[-1]
         if "none" not in recipe.trackers:
             from onecurve.run.trackers import Trackers
 
             self.trackers = Trackers(recipe.trackers, folder, manifest, state)
         write_json(folder / "recipe.json", {**manifest, **self.tracker_ids()})
-        self.metrics = open(metrics, "a", buffering=1)  # noqa: SIM115 (closed in close)
-        self.samples = open(samples, "a", buffering=1) if recipe.log_samples else None  # noqa: SIM115
+        self.metrics = open(metrics_file, "a", buffering=1)  # noqa: SIM115 (closed in close)
+        self.samples = open(samples_file, "a", buffering=1) if recipe.log_samples else None  # noqa: SIM115
         val_name = "holdout" if manifest["recipe"].get("holdout") else "val"
         self.progress = TrainingProgress(recipe.epochs, state.step, steps.last, recipe.unit, val_name)
 
@@ -73,7 +73,7 @@ class RunLog:
         """Report the step to launch.py at most once per second, and log the end of an interruption."""
         if time.monotonic() > self.report_at:
             self.report_at = time.monotonic() + 1
-            report("step", step=self.state.step)
+            report_event("step", step=self.state.step)
         if self.was_interrupted:
             self.write_mark({"resumed_at": time.time()})
             self.was_interrupted = False
@@ -85,14 +85,14 @@ class RunLog:
         """
         scalars, self.scalars = self.scalars, {}
         values = {name: float(value) for name, value in scalars.items() if math.isfinite(value)} | values
-        line = self.write_mark(values)
-        step = int(line.pop("step"))
+        entry = self.write_mark(values)
+        step = int(entry.pop("step"))
         try:
             if self.trackers:
-                self.trackers.log({**line, **(telemetry or {})}, step)
+                self.trackers.log({**entry, **(telemetry or {})}, step)
         except OSError as error:
             self._set_problem("the trackers' files", error)
-        self.progress.show(step, line["epoch"], values)
+        self.progress.show(step, entry["epoch"], values)
 
     def write_metrics(
         self, prefix: str, metrics: dict[str, float], predictions: Predictions, **subject: Any
@@ -115,29 +115,29 @@ class RunLog:
         if "confusion" in confusion:
             counts = [sum(row) for row in confusion["confusion"]]
             if prefix == "val":
-                self.val_images = counts
-            elif self.val_images:
-                confusion["val_images"] = self.val_images
+                self.val_images_by_class = counts
+            elif self.val_images_by_class:
+                confusion["val_images"] = self.val_images_by_class
         try:
             write_text(self.folder / "confusion.json", json.dumps(subject | confusion) + "\n")
         except OSError as error:
             self._set_problem("confusion.json", error)
 
-    def write_samples(self, per_rank: list[list[int]], share: int) -> None:
+    def write_samples(self, ids_by_rank: list[list[int]], ids_per_step: int) -> None:
         """Log one line per step, with the step's sample ids in the order of the whole batch.
 
         Args:
-            per_rank: For each process, the sample ids of all steps to log. The last of these steps is the
+            ids_by_rank: For each process, the sample ids of all steps to log. The last of these steps is the
                 current step.
-            share: Number of sample ids per process and step.
+            ids_per_step: Number of sample ids per process and step.
         """
         assert self.samples
-        steps = len(per_rank[0]) // share
+        steps = len(ids_by_rank[0]) // ids_per_step
         first_step = self.state.step - steps + 1
-        for index in range(steps):
-            of_step = slice(index * share, (index + 1) * share)
-            ids = [sample for rank_ids in per_rank for sample in rank_ids[of_step]]
-            self._write_line(self.samples, {"step": first_step + index, "samples": ids})
+        for step_index in range(steps):
+            step_slice = slice(step_index * ids_per_step, (step_index + 1) * ids_per_step)
+            ids = [sample for rank_ids in ids_by_rank for sample in rank_ids[step_slice]]
+            self._write_entry(self.samples, {"step": first_step + step_index, "samples": ids})
 
     def close(self, failed: bool) -> None:
         """Close the files and trackers, even if the disk is full. Further calls have no effect."""
@@ -153,20 +153,20 @@ class RunLog:
     def write_mark(self, values: Mark | dict[str, float]) -> dict[str, Any]:
         """Write a line with an event or metrics to metrics.jsonl, but not to trackers. Return the line."""
         step = self.state.step
-        common: MetricsLine = {
+        position: MetricsLine = {
             "step": step,
             "epoch": step / self.steps_per_epoch,
             "wall_s": self.state.wall_now_s(),
         }
-        line = {**common, **values}
-        self._write_line(self.metrics, line)
-        return line
+        entry = {**position, **values}
+        self._write_entry(self.metrics, entry)
+        return entry
 
-    def _write_line(self, file: TextIO, line: dict[str, Any]) -> None:
+    def _write_entry(self, file: TextIO, entry: dict[str, Any]) -> None:
         if file.closed:  # A signal arrived during the upload at the end of the run
             return
         try:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(entry) + "\n")
         except OSError as error:
             self._set_problem(file.name, error)
 
@@ -174,16 +174,16 @@ class RunLog:
         self.problem = self.problem or str(not_written(Path(file).name, self.folder, error))
 
 
-def change_of_hosts(writer: dict[str, Any], manifest: RecipeFile) -> Mark:
+def host_change(written_by: dict[str, Any], manifest: RecipeFile) -> Mark:
     """Return the previous and current numbers of hosts and processes, or {} if they have not changed.
 
     The result is also {} if the previous numbers are unknown.
 
     Args:
-        writer: `written_by` entry in the manifest of the checkpoint from which the run resumes.
+        written_by: `written_by` entry in the manifest of the checkpoint from which the run resumes.
         manifest: Content of recipe.json at this start.
     """
-    hosts_before, processes_before = len(writer.get("hosts", ())), writer.get("processes", 0)
+    hosts_before, processes_before = len(written_by.get("hosts", ())), written_by.get("processes", 0)
     hosts, processes = len(manifest["hosts"]), len(manifest["devices"])
     is_known = all((hosts_before, processes_before))
     if not is_known or (hosts, processes) == (hosts_before, processes_before):
@@ -196,37 +196,37 @@ def change_of_hosts(writer: dict[str, Any], manifest: RecipeFile) -> Mark:
     }
 
 
-def _remove_later_lines(file: Path, state: RunState) -> list[dict[str, Any]]:
+def _remove_later_entries(file: Path, state: RunState) -> list[dict[str, Any]]:
     """Remove the lines that were written after the state was saved, and return the remaining lines."""
-    kept_lines = [line for line in read_lines(file) if _was_before(line, state)]
-    write_text(file, "".join(json.dumps(line) + "\n" for line in kept_lines))
-    return kept_lines
+    kept_entries = [entry for entry in read_lines(file) if _precedes_state(entry, state)]
+    write_text(file, "".join(json.dumps(entry) + "\n" for entry in kept_entries))
+    return kept_entries
 
 
 def _truncate_after(file: Path, step: int) -> None:
     """Remove the lines after a step from a file that is sorted by step and may contain gigabytes."""
     check_regular(file)
-    with open(file, "r+b") as opened:
+    with open(file, "r+b") as log_file:
         kept_bytes = 0
-        for line in opened:
+        for line in log_file:
             match = re.match(rb'{"step": (\d+),', line)
             if not (match and int(match[1]) <= step and line.endswith(b"\n")):
-                opened.truncate(kept_bytes)
+                log_file.truncate(kept_bytes)
                 break
             kept_bytes += len(line)
 
 
-def _was_before(line: dict[str, Any], state: RunState) -> bool:
+def _precedes_state(entry: dict[str, Any], state: RunState) -> bool:
     """Return True if the line was written before the state was saved.
 
     The function returns False for a line that the resumed run writes again, such as a host change at the
     state's step, or an evaluation that will be repeated.
     """
-    step = line.get("step", math.inf)
+    step = entry.get("step", math.inf)
     if type(step) not in (int, float):
         raise ValueError(
             f"metrics.jsonl contains a line with the invalid step {shortened(repr(step))}. Delete this line"
         )
-    is_repeated = "hosts" in line or "test/loss" in line or ("val/loss" in line and not state.evaluated)
+    is_repeated = "hosts" in entry or "test/loss" in entry or ("val/loss" in entry and not state.evaluated)
     is_written_again = step == state.step and is_repeated
     return step <= state.step and not is_written_again

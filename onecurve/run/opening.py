@@ -30,15 +30,15 @@ from onecurve.models.preprocessing import DataConfig, data_config
 from onecurve.numerics.order import Steps
 from onecurve.run.folder import RunFolder, count_restarts
 from onecurve.run.identity import run_name, script_name
-from onecurve.run.log import RunLog, change_of_hosts
+from onecurve.run.log import RunLog, host_change
 from onecurve.run.predictions import Predictions
 from onecurve.run.record import MainRecord
 from onecurve.run.schemas import RecipeFile, ResultEnd, StartLine
-from onecurve.run.session import Exchange, Ids, Meter, Ranks
+from onecurve.run.session import Exchange, Meter, Ranks, TakeIds
 from onecurve.run.starts import add_start
 from onecurve.run.state import RunState
-from onecurve.system.env import EVENTS_FILE, report
-from onecurve.system.files import writing
+from onecurve.system.env import EVENTS_FILE_VARIABLE, report_event
+from onecurve.system.files import explaining_write_errors
 from onecurve.system.output import log
 from onecurve.system.paths import ROOT
 from onecurve.system.processes import parents
@@ -75,9 +75,9 @@ class Opening:
         processes = gather_object([this_process(accelerator)])
         try:
             resume_point = once(accelerator, "run folder", self._find_resume_point, recipe.timeout_s)
-            content, saved_step, has_optimizer, folder, saved_steps, preprocessing = resume_point
-            self._refuse_older(folder, saved_steps, [process.host for process in processes])
-            run_folder, state = self.run_folder, RunState(**content)
+            state_values, saved_step, has_optimizer, main_folder, saved_steps, preprocessing = resume_point
+            self._refuse_older(main_folder, saved_steps, [process.host for process in processes])
+            run_folder, state = self.run_folder, RunState(**state_values)
             self.preprocessing = preprocessing and data_config(preprocessing)
             path, mirror = (run_folder.path, run_folder.mirror) if run_folder else (None, None)
             steps = dataclasses.replace(self.steps, first=state.step)
@@ -92,12 +92,12 @@ class Opening:
             saver = Saver(
                 training, path, manifest, recipe.keep_every, mirror, saved_step or None, check_lease
             )
-            start = self._start_line(recipe_file, steps, state, has_optimizer)
-            begin_log = partial(self._start_log, recipe_file, start, steps, state, saver)
+            start_line = self._start_line(recipe_file, steps, state, has_optimizer)
+            begin_log = partial(self._start_log, recipe_file, start_line, steps, state, saver)
             once(accelerator, "log", begin_log, recipe.timeout_s)
             rank, last, wall_s = accelerator.process_index, steps.last, state.wall_s
             telemetry = Telemetry(processes, rank, path, recipe.telemetry_s, lambda: state.step, last, wall_s)
-            skipped: Ids = list
+            skipped: TakeIds = list
             if isinstance(recipe, ImageRecipe):
                 from onecurve.data.workers import skipped
             exchange = Exchange(self.record, telemetry, recipe.timeout_s, skipped)
@@ -130,7 +130,7 @@ class Opening:
         self.run_folder = run_folder = RunFolder(self.recipe, name, self.steps.last, heartbeat)
         state, has_optimizer, checkpoint = RunState(), False, run_folder.checkpoint
         if checkpoint:
-            state, has_optimizer = self._from_checkpoint(checkpoint, run_folder.is_new)
+            state, has_optimizer = self._state_from_checkpoint(checkpoint, run_folder.is_new)
         count_restarts(run_folder.path, state.step)
         if checkpoint:
             log.info(f"continuing at step {checkpoint.step:,} with the checkpoint {checkpoint.folder}")
@@ -156,7 +156,7 @@ class Opening:
             )
         return run_config.to_json()
 
-    def _refuse_older(self, folder: str, steps: list[int], hosts: list[str]) -> None:
+    def _refuse_older(self, folder: str, saved_steps: list[int], hosts: list[str]) -> None:
         """Raise ValueError if a different host stores newer checkpoints than rank 0.
 
         All ranks must call this method. The c10d rendezvous assigns rank 0 to the host whose name sorts
@@ -164,19 +164,19 @@ class Opening:
 
         Args:
             folder: Folder of the run.
-            steps: Training steps at which rank 0's disk contains a checkpoint.
+            saved_steps: Training steps at which rank 0's disk contains a checkpoint.
             hosts: Name of each rank's host.
         """
-        steps_not_on_rank_0 = set(steps_in(Path(folder) / "checkpoints")) - set(steps)
+        steps_not_on_rank_0 = set(steps_in(Path(folder) / "checkpoints")) - set(saved_steps)
         newest_by_rank = gather_object([max(steps_not_on_rank_0, default=-1)])
-        if (step := max(newest_by_rank)) > max(steps, default=-1) and not self.recipe.s3:
+        if (step := max(newest_by_rank)) > max(saved_steps, default=-1) and not self.recipe.s3:
             raise ValueError(
                 f"host {hosts[newest_by_rank.index(step)]} stores the run's checkpoint of step {step:,} in"
                 f" {folder}, but host {hosts[0]}, which runs rank 0, does not. Copy the folder to {hosts[0]},"
                 " use a shared folder, or specify --s3. To start a new run, choose a different --output_dir"
             )
 
-    def _from_checkpoint(self, checkpoint: Checkpoint, is_new: bool) -> tuple[RunState, bool]:
+    def _state_from_checkpoint(self, checkpoint: Checkpoint, is_new: bool) -> tuple[RunState, bool]:
         """Return the state in the checkpoint, and True if the optimizer state is restored.
 
         `is_new` is True if the checkpoint belongs to a different run.
@@ -210,16 +210,16 @@ class Opening:
                 f"--max_steps {steps.last}: {checkpoint.folder} is already at step {checkpoint.step:,}."
                 " Specify a larger number of steps"
             )
-        for change in _changes(checkpoint, self.training, recipe):
+        for change in _change_messages(checkpoint, self.training, recipe):
             log.info(change)
-        # Converts each value to the type it has in a manifest
+        # Convert each value to the type it has in a manifest
         current = json.loads(json.dumps(recipe_part(recipe)))
         recorded, evaluation_flags = manifest["recipe"], flags_where(type(recipe), "measures_best")
-        differing = [name for name in evaluation_flags if recorded.get(name, current[name]) != current[name]]
-        is_comparable = not (has_changed or differing)
+        changed = [name for name in evaluation_flags if recorded.get(name, current[name]) != current[name]]
+        is_comparable = not (has_changed or changed)
         if is_new or not is_comparable:  # The best evaluation belongs to a different run or is not comparable
-            reset: dict[str, Any] = {"best": {}, "stale": 0, "stopped": False}
-            state = dataclasses.replace(state, evaluated=False, **reset)
+            reset_fields: dict[str, Any] = {"best": {}, "stale": 0, "stopped": False}
+            state = dataclasses.replace(state, evaluated=False, **reset_fields)
         if is_new:
             state = dataclasses.replace(state, wandb_id=None, wandb_url=None)
         elif not is_comparable:
@@ -248,7 +248,7 @@ class Opening:
             "source": self.source,
             "unit": recipe.unit,
             "val_chosen": VAL_CHOSEN,
-            "resumed_from": self.run_folder.began_at if self.run_folder else None,
+            "resumed_from": self.run_folder.resumed_from if self.run_folder else None,
             "command": _command(),
             "argv": sys.argv,
             "version": __version__,
@@ -263,16 +263,17 @@ class Opening:
 
     def _manifest(self, recipe_file: Mapping[str, object]) -> dict[str, Any]:
         """Return the checkpoint manifest entries that describe the run."""
-        names = ("script", "strategy", "version", "git_commit", "versions", "hosts", "val_chosen")
-        writer = {name: recipe_file[name] for name in names} | dataclasses.asdict(self.accelerator.precision)
-        writer |= {"processes": self.batch.processes, "deterministic": self.recipe.deterministic}
+        written_keys = ("script", "strategy", "version", "git_commit", "versions", "hosts", "val_chosen")
+        written_by = {name: recipe_file[name] for name in written_keys}
+        written_by |= dataclasses.asdict(self.accelerator.precision)
+        written_by |= {"processes": self.batch.processes, "deterministic": self.recipe.deterministic}
         manifest: dict[str, Any] = {"recipe": recipe_part(self.recipe), "data": self.source}
         manifest["classes"] = self.classes
         if self.cropped is not None:
             manifest["cropped"] = self.cropped
         if self.preprocessing:
             manifest["preprocessing"] = self.preprocessing.to_json()
-        return manifest | {"written_by": writer} | self.training.about()
+        return manifest | {"written_by": written_by} | self.training.about()
 
     def _start_line(
         self, recipe_file: RecipeFile, steps: Steps, state: RunState, has_optimizer: bool
@@ -292,7 +293,7 @@ class Opening:
     def _start_log(
         self,
         recipe_file: RecipeFile,
-        start: StartLine,
+        start_line: StartLine,
         steps: Steps,
         state: RunState,
         saver: Saver,
@@ -300,20 +301,20 @@ class Opening:
     ) -> None:
         """Create the main process's record, with a log that begins at the given state.
 
-        `start` is the line added to starts.jsonl.
+        `start_line` is the line added to starts.jsonl.
         """
         run_folder = self.run_folder
         assert run_folder
         checkpoint = None if run_folder.is_new else run_folder.checkpoint
-        with writing("the log", run_folder.path):
+        with explaining_write_errors("the log", run_folder.path):
             # Remove temporary folders, such as a checkpoint that was downloaded from a different run.
             remove_temporary(run_folder.path / "checkpoints")
-            paths = flags_where(type(self.recipe), "is_path")
-            add_start(run_folder.path, start, checkpoint.manifest if checkpoint else None, paths)
+            path_flags = flags_where(type(self.recipe), "is_path")
+            add_start(run_folder.path, start_line, checkpoint.manifest if checkpoint else None, path_flags)
             (run_folder.path / "result.json").unlink(missing_ok=True)
             run_log = RunLog(run_folder.path, self.recipe, recipe_file, state, steps)
-            writer = checkpoint.manifest.get("written_by", {}) if checkpoint else {}
-            if change := change_of_hosts(writer, recipe_file):
+            written_by = checkpoint.manifest.get("written_by", {}) if checkpoint else {}
+            if change := host_change(written_by, recipe_file):
                 run_log.write_mark(change)
         if run_folder.mirror and checkpoint:  # The upload of the checkpoint may have been interrupted
             run_folder.mirror.offer(checkpoint.step, state.best_step)
@@ -326,25 +327,26 @@ class Opening:
                 self.recipe, len(self.classes), recipe_file["devices"], recipe_file["mixed_precision"]
             )
             self._warn_of_export()
-        final: ResultEnd = {"parameters": sum(map(math.prod, self.training.gathering.shapes.values()))}
+        result_end: ResultEnd = {"parameters": sum(map(math.prod, self.training.gathering.shapes.values()))}
         job_parts = self.accelerator, self.recipe, self.batch
         self.record = MainRecord(
-            *job_parts, steps, state, run_folder, saver, run_log, utilisation_values, final
+            *job_parts, steps, state, run_folder, saver, run_log, utilisation_values, result_end
         )
 
     def _warn_of_export(self) -> None:
         """Warn if export.py would refuse the model because the Model section depends on code outside it."""
-        from onecurve.models.script import MOVE, model_section, names_from_above
+        from onecurve.models.script import MOVE_ADVICE, model_section, names_from_above
 
-        file = getattr(sys.modules[type(self.recipe).__module__], "__file__", None)
-        # In a notebook, `file` is None. timm can rebuild a model with a pretrained_cfg from its
+        script_file = getattr(sys.modules[type(self.recipe).__module__], "__file__", None)
+        # In a notebook, `script_file` is None. timm can rebuild a model with a pretrained_cfg from its
         # configuration.
-        if file is None or hasattr(self.training.layout.module, "pretrained_cfg"):
+        if script_file is None or hasattr(self.training.layout.module, "pretrained_cfg"):
             return
-        section = model_section(Path(file).read_text())
-        if section and (names := names_from_above(section)):
+        model_code = model_section(Path(script_file).read_text())
+        if model_code and (missing := names_from_above(model_code)):
             log.info(
-                f"warning: export.py will fail, because the Model section needs {some_of(names)}. {MOVE}"
+                f"warning: export.py will fail, because the Model section needs {some_of(missing)}."
+                f" {MOVE_ADVICE}"
             )
 
     def _report_start(self, exchange: Exchange, step: int) -> None:
@@ -352,14 +354,14 @@ class Opening:
 
         All ranks must call this method.
         """
-        if EVENTS_FILE not in os.environ:
+        if EVENTS_FILE_VARIABLE not in os.environ:
             return
-        file = self.run_folder.path.resolve() / "recipe.json" if self.run_folder else None
-        main_file = exchange.poll.gather((file, file.read_bytes()) if file else None)[0]
-        is_shared = all(exchange.poll.gather(_has_content(*main_file)))
-        if file:
-            location = {"folder": str(file.parent), "in_s3": bool(self.recipe.s3), "is_shared": is_shared}
-            report("began", step=step, processes=self.batch.processes, **location)
+        path = self.run_folder.path.resolve() / "recipe.json" if self.run_folder else None
+        path_and_content = exchange.poll.gather((path, path.read_bytes()) if path else None)[0]
+        is_shared = all(exchange.poll.gather(_has_content(*path_and_content)))
+        if path:
+            location = {"folder": str(path.parent), "in_s3": bool(self.recipe.s3), "is_shared": is_shared}
+            report_event("began", step=step, processes=self.batch.processes, **location)
 
 
 def _has_content(file: Path, content: bytes) -> bool:
@@ -387,22 +389,22 @@ def _has_optimizer(checkpoint: Checkpoint, state: RunState, training: TrainingSt
     return True
 
 
-def _changes(checkpoint: Checkpoint, training: TrainingState, recipe: Recipe) -> Iterator[str]:
+def _change_messages(checkpoint: Checkpoint, training: TrainingState, recipe: Recipe) -> Iterator[str]:
     """Yield a message for each permitted change that affects the numerical results."""
-    writer = checkpoint.manifest.get("written_by", {})
-    if types := changed_types(writer, vars(training.accelerator.precision)):
-        yield f"the run now computes with different data types: {types}. Losses change by rounding errors"
-    if packages := changed_packages(writer.get("versions"), job.versions(training.accelerator)):
-        yield f"the run now uses {packages}. Losses change by rounding errors"
-    if writer.get("deterministic", recipe.deterministic) != recipe.deterministic:
+    written_by = checkpoint.manifest.get("written_by", {})
+    if dtypes := changed_dtypes(written_by, vars(training.accelerator.precision)):
+        yield f"the run now computes with different data types: {dtypes}. Losses change by rounding errors"
+    if package_changes := changed_packages(written_by.get("versions"), job.versions(training.accelerator)):
+        yield f"the run now uses {package_changes}. Losses change by rounding errors"
+    if written_by.get("deterministic", recipe.deterministic) != recipe.deterministic:
         mode = "deterministic" if recipe.deterministic else "not deterministic"
         yield f"the run is now {mode}. The result of the run can't be reproduced bit for bit"
 
 
-def changed_types(writer: dict[str, Any], types: dict[str, Any]) -> str:
+def changed_dtypes(written_by: dict[str, Any], dtypes: dict[str, Any]) -> str:
     """Describe how the compute dtypes differ from the checkpoint's. Weights are always stored in fp32."""
-    changed = [name for name, dtype in types.items() if writer.get(name, dtype) != dtype]
-    return ", ".join(f"{name} {types[name]} (previously {writer[name]})" for name in changed)
+    changed_names = [name for name, dtype in dtypes.items() if written_by.get(name, dtype) != dtype]
+    return ", ".join(f"{name} {dtypes[name]} (previously {written_by[name]})" for name in changed_names)
 
 
 def changed_packages(before: dict[str, str] | None, now: dict[str, str]) -> str:
@@ -424,8 +426,8 @@ def _defaults(recipe: Recipe) -> dict[str, Any]:
     """Return the script's default recipe. Some defaults are derived from flags of the given recipe."""
     default_recipe = type(recipe)()
     deciding_flags = {name: getattr(recipe, name) for name in flags_where(type(recipe), "decides_defaults")}
-    with_derived_defaults = dataclasses.asdict(type(recipe)(**deciding_flags).resolved())
-    return with_derived_defaults | {name: getattr(default_recipe, name) for name in deciding_flags}
+    derived_defaults = dataclasses.asdict(type(recipe)(**deciding_flags).resolved())
+    return derived_defaults | {name: getattr(default_recipe, name) for name in deciding_flags}
 
 
 def _command() -> list[str]:
@@ -454,7 +456,7 @@ def _git_commit() -> str | None:
     try:
         run_git = partial(subprocess.run, capture_output=True, text=True, timeout=10, check=True)
         commit = run_git(["git", "-C", ROOT, "rev-parse", "HEAD"]).stdout
-        changes = run_git(["git", "-C", ROOT, "status", "--porcelain"]).stdout
+        uncommitted_changes = run_git(["git", "-C", ROOT, "status", "--porcelain"]).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    return commit.strip() + ("+" if changes.strip() else "")
+    return commit.strip() + ("+" if uncommitted_changes.strip() else "")

@@ -9,7 +9,7 @@ from torch import Tensor
 from onecurve.distributed.channel import Poll
 
 if TYPE_CHECKING:  # Imported lazily at runtime
-    from onecurve.run.evaluation import Mistake, Predicted
+    from onecurve.run.evaluation import Mistake, PredictedBatch
 
 
 class Predictions:
@@ -22,15 +22,15 @@ class Predictions:
 
     def __init__(self, classes: tuple[str, ...]) -> None:
         self.classes = classes
-        self.kept: tuple[Tensor | list[Mistake] | None, list[Predicted]] = (None, [])
+        self.kept: tuple[Tensor | list[Mistake] | None, list[PredictedBatch]] = (None, [])
         self.subject = ""  # Description of the evaluated weights in plot titles
         # Confusion matrix, int64 [classes, classes], with a row per true class. With many classes, the most
         # frequent mistakes replace the matrix
         self.confusion: Tensor | list[Mistake] | None = None
         # Examples from this process or, after gather(), from all processes
-        self.examples: list[Predicted] = []
+        self.examples: list[PredictedBatch] = []
 
-    def keep(self, confusion: "Tensor | list[Mistake]", examples: "list[Predicted]") -> None:
+    def keep(self, confusion: "Tensor | list[Mistake]", examples: "list[PredictedBatch]") -> None:
         """Store the predictions of an evaluation until accept() is called."""
         self.kept = (confusion, examples)
 
@@ -62,15 +62,15 @@ class Predictions:
         from onecurve.run import plots
 
         classes, files = self.classes, [folder / "confusion.png", folder / "predictions.png"]
-        plots.confusion(files[0], self.as_json(), self.subject)
+        plots.draw_confusion(files[0], self.as_json(), self.subject)
         pixels = torch.cat([example.pixels for example in self.examples])
         labels = torch.cat([example.labels for example in self.examples])
         logits = torch.cat([example.logits for example in self.examples])
         probabilities, predicted = logits.softmax(1).max(1)
         captions = [
-            plots.prediction_caption(classes[label], classes[guess], float(probability))
-            for label, guess, probability in zip(labels, predicted, probabilities, strict=True)
+            plots.prediction_caption(classes[label], classes[prediction], float(probability))
+            for label, prediction, probability in zip(labels, predicted, probabilities, strict=True)
         ]
         title = f"{self.subject}: true class, predicted class (if different), probability of the prediction"
-        plots.image_sheet(files[1], pixels.numpy(), captions, title, (labels != predicted).tolist())
+        plots.draw_image_sheet(files[1], pixels.numpy(), captions, title, (labels != predicted).tolist())
         return files

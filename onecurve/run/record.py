@@ -25,8 +25,8 @@ from onecurve.run.predictions import Predictions
 from onecurve.run.schemas import Result, ResultEnd
 from onecurve.run.starts import where_in_words, where_trained
 from onecurve.run.state import RunState
-from onecurve.system.env import report
-from onecurve.system.files import read_json, read_lines, sync, write_json, writing
+from onecurve.system.env import report_event
+from onecurve.system.files import explaining_write_errors, read_json, read_lines, sync, write_json
 from onecurve.system.output import log
 from onecurve.system.paths import ROOT, python_command, shortest
 from onecurve.system.phase import PLOTS, spending
@@ -55,7 +55,7 @@ class MainRecord:
     saver: Saver
     log: RunLog
     utilisation: "Utilisation | None"
-    final: ResultEnd  # result.json entries that are known at the start. write_end() adds more
+    result_end: ResultEnd  # result.json entries that are known at the start. write_end() adds more
     best: Checkpoint | None = None  # Best checkpoint, set by find_best()
 
     @property
@@ -70,21 +70,21 @@ class MainRecord:
     def find_best(self, heartbeat: Heartbeat) -> bool:
         """Find and verify the best checkpoint locally or in S3. Return False if the checkpoint is lost."""
         self._wait_for_save(heartbeat)
-        step, parent, mirror = self.state.best_step, self.folder / "checkpoints", self.run_folder.mirror
-        assert step
-        errors: tuple[type[ValueError], ...] = (checkpoints.DamagedCheckpoint,)
+        best_step, mirror, parent = self.state.best_step, self.run_folder.mirror, self.folder / "checkpoints"
+        assert best_step
+        loss_errors: tuple[type[ValueError], ...] = (checkpoints.DamagedCheckpoint,)
         try:
-            if mirror and step not in checkpoints.steps_in(parent):
+            if mirror and best_step not in checkpoints.steps_in(parent):
                 from onecurve.checkpoint.mirror import committed, fetch
                 from onecurve.system.s3 import WrongSize
 
-                errors = (checkpoints.DamagedCheckpoint, WrongSize)
-                if step in committed(mirror.store):
-                    fetch(mirror.store, step, parent, heartbeat)
-            self.best = checkpoints.verify(parent / step_name(step), heartbeat)
+                loss_errors = (checkpoints.DamagedCheckpoint, WrongSize)
+                if best_step in committed(mirror.store):
+                    fetch(mirror.store, best_step, parent, heartbeat)
+            self.best = checkpoints.verify(parent / step_name(best_step), heartbeat)
             return True
-        except errors as error:
-            log.info(f"the best weights (step {step:,}) can't be tested, because they are lost: {error}")
+        except loss_errors as error:
+            log.info(f"the best weights (step {best_step:,}) can't be tested, because they are lost: {error}")
             return False
 
     def write_end(
@@ -113,17 +113,18 @@ class MainRecord:
             heartbeat: Function called during long operations.
         """
         folder, mirror, state = self.folder, self.run_folder.mirror, self.state
-        self.final.update(facts)
+        self.result_end.update(facts)
         self.log.progress.stop()
         self._wait_for_save(heartbeat)
         if self.utilisation:
-            measured = self.result("finished")
-            is_one_setting = len({devices for _, devices in where_trained(folder, measured)}) == 1
-            mfu_pct = self.utilisation.pct(measured["images_per_s"] or 0.0) if is_one_setting else None
-            self.final["flops_per_image"] = self.utilisation.flops_per_image
-            self.final["peak_flops"] = self.utilisation.peak_flops
-            self.final["mfu_pct"] = mfu_pct
-        with writing("the result of the run", folder):
+            result_so_far = self.result("finished")
+            is_one_setting = len({devices for _, devices in where_trained(folder, result_so_far)}) == 1
+            images_per_s = result_so_far["images_per_s"] or 0.0
+            mfu_pct = self.utilisation.mfu_pct(images_per_s) if is_one_setting else None
+            self.result_end["flops_per_image"] = self.utilisation.flops_per_image
+            self.result_end["peak_flops"] = self.utilisation.peak_flops
+            self.result_end["mfu_pct"] = mfu_pct
+        with explaining_write_errors("the result of the run", folder):
             # If the run was interrupted, the last evaluation may be newer than the evaluation in the
             # checkpoint.
             checkpoints.write_step_index(folder / "checkpoints", state.step, state.best_step)
@@ -132,16 +133,16 @@ class MainRecord:
             from onecurve.telemetry.summary import energy_wh
 
             summaries = run_with_heartbeat(telemetry.summaries, heartbeat)
-            content = self.result("finished")
-            content["telemetry"], content["energy_wh"] = summaries, energy_wh(summaries)
+            result_content = self.result("finished")
+            result_content["telemetry"], result_content["energy_wh"] = summaries, energy_wh(summaries)
             if mirror:
-                content["uploaded"] = False
+                result_content["uploaded"] = False
             with spending(PLOTS):
-                self._draw(content, predictions)
+                self._draw(result_content, predictions)
             self.log.close(failed=False)
             for file in (folder / "metrics.jsonl", *folder.glob("plots/*")):
                 sync(file)
-            write_json(folder / "result.json", {**content, **self._times()})
+            write_json(folder / "result.json", {**result_content, **self._times()})
         # Number of evaluated images per class
         class_counts = [sum(row) for row in predictions.as_json().get("confusion", [])]
         chance = max(class_counts) / sum(class_counts) if class_counts else None
@@ -154,18 +155,18 @@ class MainRecord:
         """
         from onecurve.run.plots import plot_curves
 
-        plots = self.folder / "plots"
+        plots_folder = self.folder / "plots"
         try:
-            lines = read_lines(self.folder / "metrics.jsonl")
-            setting = f"{Path(content['data']).name}, {where_in_words(self.folder, content)}"
-            plot_curves(self.folder, lines, f"{content['script']} on {setting}")
-            pictures = predictions.draw(plots)
+            log_entries = read_lines(self.folder / "metrics.jsonl")
+            data_and_devices = f"{Path(content['data']).name}, {where_in_words(self.folder, content)}"
+            plot_curves(self.folder, log_entries, f"{content['script']} on {data_and_devices}")
+            plot_files = predictions.draw(plots_folder)
             if self.log.trackers:
-                self.log.trackers.show(pictures, self.state.step)
+                self.log.trackers.show(plot_files, self.state.step)
         except OSError:
             raise
         except Exception as error:  # Plotting libraries raise many types of errors
-            log.info(f"some plots in {plots} could not be drawn: {type(error).__name__}: {error}")
+            log.info(f"some plots in {plots_folder} could not be drawn: {type(error).__name__}: {error}")
 
     def _wait_for_save(self, heartbeat: Heartbeat) -> None:
         """Wait until the current checkpoint is written. Raise ValueError if a write failed."""
@@ -179,39 +180,39 @@ class MainRecord:
 
     def upload(self, heartbeat: Heartbeat) -> None:
         """Wait until the mirror has uploaded all files, and record in result.json if the upload succeeded."""
-        mirror, file = self.run_folder.mirror, self.folder / "result.json"
+        mirror, result_file = self.run_folder.mirror, self.folder / "result.json"
         if mirror is None:
             return
         mirror.offer(self.state.step, self.state.best_step)
         while not mirror.wait(0.5):
             self.log.progress.tell(f"uploading the run to {mirror.store.url}")
             heartbeat()
-        content = cast(Result, read_json(file))
-        content.update(self._times())
-        content["uploaded"] = not mirror.failed
-        if content["uploaded"]:
+        result_content = cast(Result, read_json(result_file))
+        result_content.update(self._times())
+        result_content["uploaded"] = not mirror.failed
+        if result_content["uploaded"]:
             try:
-                run_with_heartbeat(partial(mirror.send_last_files, content), heartbeat)
+                run_with_heartbeat(partial(mirror.send_last_files, result_content), heartbeat)
             except (OSError, ValueError) as error:  # A StoreError is a ValueError
-                content["uploaded"] = False
+                result_content["uploaded"] = False
                 log.info(
                     f"the result could not be uploaded to {mirror.store.url} ({error})."
                     " Run the same command to upload the result"
                 )
-        with writing("result.json", file.parent):
-            write_json(file, content)
+        with explaining_write_errors("result.json", result_file.parent):
+            write_json(result_file, result_content)
 
     def result(self, status: str, error: str | None = None) -> Result:
         """Return the content of result.json. `error` is a failed run's error message."""
         state = self.state
         epoch_s = state.train_s / state.logged_step * self.steps.per_epoch if state.logged_step else None
-        steps = {"checkpoint": self.saver.committed, "best_checkpoint": state.best_step}
-        final: ResultEnd = {"epoch_s": epoch_s, "error": error}
+        checkpoint_steps = {"checkpoint": self.saver.committed, "best_checkpoint": state.best_step}
+        result_end: ResultEnd = {"epoch_s": epoch_s, "error": error}
         for name in ("checkpoint", "best_checkpoint"):
-            if step := steps[name]:
-                final[name] = f"checkpoints/{step_name(step)}"
-        final.update(self.final)
-        return result(self.accelerator, self.recipe, self.batch, status, state, final)
+            if checkpoint_step := checkpoint_steps[name]:
+                result_end[name] = f"checkpoints/{step_name(checkpoint_step)}"
+        result_end.update(self.result_end)
+        return result(self.accelerator, self.recipe, self.batch, status, state, result_end)
 
     def write_best(self) -> None:
         """Start writing a snapshot held in memory, unless a device error may have corrupted it."""
@@ -230,7 +231,7 @@ class MainRecord:
         This method ignores errors from a full disk.
         """
         self.log.progress.stop()
-        report("step", step=self.state.step)
+        report_event("step", step=self.state.step)
         with contextlib.suppress(OSError):
             if status != "finished":
                 write_json(self.folder / "result.json", self.result(status, error))
@@ -297,7 +298,7 @@ def result(
         "wall_s": state.wall_now_s(),
         "spent_s": state.spent_now_s(),
         "images_per_s": state.logged_step * batch.total / state.train_s if state.train_s else None,
-        "peak_memory_gib": max(peak["peak"] for peak in memory),
+        "peak_memory_gib": max(rank_memory["peak"] for rank_memory in memory),
         "memory_gib": memory,
         "seed": recipe.seed,
         **final,
@@ -326,9 +327,10 @@ def memory_gib(accelerator: JobAccelerator, is_healthy: bool = False) -> dict[st
     if accelerator.device.type == "cuda":
         sizes = {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
         if is_healthy:
-            free, device = torch.cuda.mem_get_info()
-            sizes |= {"other": device - free - torch.cuda.memory_reserved(), "device": device}
+            free_bytes, total_bytes = torch.cuda.mem_get_info()
+            other_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved()
+            sizes |= {"other": other_bytes, "device": total_bytes}
         return {name: size / 2**30 for name, size in sizes.items()}
-    status = Path("/proc/self/status").read_text()
-    data_kib = int(status.partition("VmData:")[2].split()[0])
+    process_status = Path("/proc/self/status").read_text()
+    data_kib = int(process_status.partition("VmData:")[2].split()[0])
     return {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, "data": data_kib / 2**20}

@@ -16,14 +16,14 @@ from onecurve.distributed.agreement import once
 from onecurve.distributed.watch import Preempted, watch
 from onecurve.flags.recipe import Batch, Recipe
 from onecurve.numerics.order import Steps
-from onecurve.system.env import report
+from onecurve.system.env import report_event
 from onecurve.system.output import log
 from onecurve.system.phase import ENDING, EVALUATION, FIRST_EVALUATION, READING, STARTING, TRAINING, now
 
 if TYPE_CHECKING:  # Imported lazily at runtime
     from onecurve.distributed.ema import EMA
     from onecurve.models.preprocessing import DataConfig
-    from onecurve.run.evaluation import Mistake, Predicted
+    from onecurve.run.evaluation import Mistake, PredictedBatch
     from onecurve.run.record import MainRecord
     from onecurve.run.schemas import ResultEnd
     from onecurve.run.session import Ranks
@@ -46,12 +46,12 @@ class Run:
         if "trackio" in recipe.trackers and importlib.util.find_spec("trackio") is None:
             raise ValueError("--trackers trackio requires the package trackio. Run `pip install trackio`")
         self.accelerator, self.recipe, self.batch = accelerator, recipe, batch
-        self.tested: ResultEnd = {}  # result.json entries for the test split
+        self.test_facts: ResultEnd = {}  # result.json entries for the test split
         self.begun: Ranks | None = None  # State of the run after begin()
         self._preprocessing: DataConfig | None = None
         self.profile: Profile | None = None  # Set only with --profile on the main process
-        self.ended = self.finished = False
-        self.feeding: Generator[Any, None, None] | None = None  # Generator of the script's micro-batches
+        self.has_ended = self.has_finished = False
+        self.batch_generator: Generator[Any, None, None] | None = None  # Yields the script's micro-batches
 
     def begin(
         self,
@@ -88,11 +88,11 @@ class Run:
         opening = Opening(*job_parts, steps, training, *data, preprocessing=preprocessing)
         self.begun = ranks = opening.open()
         self._preprocessing, record = opening.preprocessing, ranks.record
-        if first := self.recipe.profile:
+        if first_profiled_step := self.recipe.profile:
             from onecurve.telemetry.profiler import begin_profile
 
             folder = record.folder if record else None
-            self.profile = begin_profile(self.accelerator.device, first, ranks.steps, folder)
+            self.profile = begin_profile(self.accelerator.device, first_profiled_step, ranks.steps, folder)
         now.enter(TRAINING)
         now.step = ranks.state.step
         if record:
@@ -141,7 +141,7 @@ class Run:
                 end_early(*job_parts)
         elif error is not None:
             end_failed(error, *job_parts, ranks)
-        elif ranks and not self.finished:
+        elif ranks and not self.has_finished:
             not_finished = ValueError(
                 "the script left its run without a call to run.finish(). End the loop with `break`"
             )
@@ -153,8 +153,8 @@ class Run:
     def should_evaluate(self, step: int) -> bool:
         """Return True if an epoch or the run ends after `step` steps, unless this step has been evaluated."""
         ranks = self.ranks
-        is_end = step % ranks.steps.per_epoch == 0 or step == ranks.steps.last or ranks.is_over()
-        is_due = step > 0 and is_end and not ranks.state.evaluated
+        ends_epoch_or_run = step % ranks.steps.per_epoch == 0 or step == ranks.steps.last or ranks.is_over()
+        is_due = step > 0 and ends_epoch_or_run and not ranks.state.evaluated
         is_first = is_due and not {EVALUATION, FIRST_EVALUATION} & now.past_s.keys()
         now.enter(FIRST_EVALUATION if is_first else EVALUATION if is_due else TRAINING, EVALUATION * is_due)
         return is_due
@@ -193,18 +193,18 @@ class Run:
 
         All ranks must call this method.
         """
-        from onecurve.run.end_tables import early_end
+        from onecurve.run.end_tables import early_end_in_words
 
         ranks = self.ranks
         now.enter(ENDING)
-        if self.feeding:
-            self.feeding.close()  # Stops the decoders, which would continue with the next steps
+        if self.batch_generator:
+            self.batch_generator.close()  # Stops the decoders, which would continue with the next steps
         if ranks.state.step < ranks.steps.last and not ranks.is_over():
             ranks.state.stopped = True  # The script has left its training loop
         ranks.flush()
-        if ranks.record and not self.ended and (early := early_end(ranks.end_facts())):
-            log.info(f"the run {early}")
-        self.ended = True
+        if ranks.record and not self.has_ended and (early_end := early_end_in_words(ranks.end_facts())):
+            log.info(f"the run {early_end}")
+        self.has_ended = True
         if not ranks.state.best:
             raise ValueError(
                 "the script left its loop before the first evaluation. Add an evaluation to the training loop"
@@ -218,16 +218,16 @@ class Run:
         """
         self._end()
         ranks, timeout_s = self.ranks, self.recipe.timeout_s
-        exists = once(
+        is_restored = once(
             self.accelerator,
             "best checkpoint",
             lambda heartbeat: self.main_record.find_best(heartbeat),
             timeout_s,
         )
-        if exists:
+        if is_restored:
             ranks.saver.training.restore_evaluated(ranks.record.best if ranks.record else None)
             now.enter(EVALUATION)
-        return exists
+        return is_restored
 
     def log_test(self, metrics: dict[str, float], split: str) -> None:
         """Log the best weights' metrics on a held-out split that was not used to select them.
@@ -238,7 +238,7 @@ class Run:
         """
         now.enter(ENDING)
         test_metrics = {f"test_{name}": value for name, value in metrics.items()}
-        self.tested = cast("ResultEnd", test_metrics | {"test_name": split})
+        self.test_facts = cast("ResultEnd", test_metrics | {"test_name": split})
         self.ranks.predictions.accept(f"{split} split, best weights")
         if record := self.ranks.record:
             best_step = record.state.best_step
@@ -258,7 +258,7 @@ class Run:
         memory = exchange.gather(memory_gib(self.accelerator, is_healthy=True))
         predictions.gather(exchange.poll)
         end_facts = self.ranks.end_facts()
-        facts: ResultEnd = {"val_name": val_name, "memory_gib": memory, **self.tested, **end_facts}
+        facts: ResultEnd = {"val_name": val_name, "memory_gib": memory, **self.test_facts, **end_facts}
 
         def write_end(heartbeat: "Heartbeat") -> None:
             self.main_record.write_end(facts, predictions, exchange.telemetry, heartbeat)
@@ -269,24 +269,24 @@ class Run:
         # With the deepspeed launcher, rank 0 hosts the store that all ranks use.
         self.accelerator.wait_for_everyone()
         if self.ranks.record:
-            report("finished")
-        self.finished = True
+            report_event("finished")
+        self.has_finished = True
 
     def feed(self, batches: Iterator[Item]) -> Iterator[Item]:
         """Yield the micro-batches.
 
         Start the clock at the first micro-batch, because decoders start slowly.
         """
-        self.feeding = self._timed_batches(batches)
-        return self.feeding
+        self.batch_generator = self._timed_batches(batches)
+        return self.batch_generator
 
     def _timed_batches(self, batches: Iterator[Item]) -> Generator[Item, None, None]:
         now.enter(STARTING, READING)
         with contextlib.ExitStack() as stack:
             if isinstance(batches, Generator):
                 stack.callback(batches.close)  # Ends the decoders when this generator ends
-            for number, micro_batch in enumerate(batches):
-                if number == 0:
+            for micro_batch_index, micro_batch in enumerate(batches):
+                if micro_batch_index == 0:
                     self.ranks.meter.start_clock()
                 now.enter(TRAINING)
                 yield micro_batch
@@ -308,7 +308,7 @@ class Run:
         Raises:
             FloatingPointError: If the loss is not finite. All processes raise this error.
         """
-        assert not self.ended, "the training loop must end when run.is_last(step) returns True"
+        assert not self.has_ended, "the training loop must end when run.is_last(step) returns True"
         ranks, meter = self.ranks, self.ranks.meter
         state, steps, record = ranks.state, ranks.steps, ranks.record
         if self.profile:
@@ -331,7 +331,7 @@ class Run:
             raise FloatingPointError(f"the loss is {loss} at step {step} with a learning rate of {lr:g}")
         if record:
             metrics = {"train/loss": loss, "train/lr": lr}
-            if record.utilisation and (mfu_pct := record.utilisation.pct(images_per_s)) is not None:
+            if record.utilisation and (mfu_pct := record.utilisation.mfu_pct(images_per_s)) is not None:
                 metrics["train/mfu_pct"] = mfu_pct
             metrics["train/images_per_s"] = images_per_s
             record.log.write(metrics, ranks.exchange.telemetry.means())
@@ -345,7 +345,7 @@ class Run:
             record.log.progress.tell(text)
         self.ranks.exchange.listen()
 
-    def keep(self, confusion: "Tensor | list[Mistake]", examples: "list[Predicted]") -> None:
+    def keep(self, confusion: "Tensor | list[Mistake]", examples: "list[PredictedBatch]") -> None:
         """Store an evaluation's predictions until its metrics are logged."""
         self.ranks.predictions.keep(confusion, examples)
 

@@ -1,8 +1,8 @@
 """Defines schemas of the files that runs, tools and find_batch_size.py write for other programs.
 
 Code that writes one of these files uses the schema as the type of its contents, so that mypy checks the keys
-and values. Code that reads one passes kinds(schema) to onecurve.system.files.typed_values. Readers ignore
-values of the wrong type and accept missing keys, because files from earlier versions lack some keys.
+and values. Code that reads one passes value_types(schema) to onecurve.system.files.typed_values. Readers
+ignore values of the wrong type and accept missing keys, because files from earlier versions lack some keys.
 onecurve.flags.recipe.METRICS declares the metrics in result.json.
 """
 
@@ -11,7 +11,7 @@ import typing
 from typing import Any, NotRequired, TypedDict
 
 from onecurve.flags.recipe import METRICS
-from onecurve.system.files import Kind
+from onecurve.system.files import ValueType
 from onecurve.telemetry.summary import HostSummary
 
 
@@ -89,7 +89,7 @@ class ResultEnd(TypedDict, total=False):
 
 
 class Result(ResultEnd):
-    """Content of result.json: progress, metrics and speed of a run. kinds() adds keys for all metrics."""
+    """Content of result.json: progress, metrics and speed of a run. value_types() adds metric keys."""
 
     script: str
     status: str
@@ -265,24 +265,24 @@ class SearchResult(TypedDict, total=False):
     trials: list[TrialRow]
 
 
-def kinds(schema: Any) -> dict[str, Kind]:
+def value_types(schema: Any) -> dict[str, ValueType]:
     """Return the type of each value in a schema, as an argument for onecurve.system.files.typed_values.
 
     The types do not include None. For the schema Result, each metric in METRICS adds three keys.
     """
-    metric_keys = [f"{when}_{name}" for when in ("test", "best", "final") for name in METRICS]
-    metric_kinds = dict.fromkeys(metric_keys if schema is Result else (), float)
-    return metric_kinds | {key: _kind_of(hint) for key, hint in typing.get_type_hints(schema).items()}
+    metric_keys = [f"{stage}_{name}" for stage in ("test", "best", "final") for name in METRICS]
+    metric_types = dict.fromkeys(metric_keys if schema is Result else (), float)
+    return metric_types | {key: _value_type(hint) for key, hint in typing.get_type_hints(schema).items()}
 
 
-def _kind_of(type_hint: Any) -> Kind:
+def _value_type(type_hint: Any) -> ValueType:
     arguments = typing.get_args(type_hint)
     if typing.is_typeddict(type_hint):
-        return kinds(type_hint)
+        return value_types(type_hint)
     if isinstance(type_hint, types.UnionType):
-        return _kind_of(next(member for member in arguments if member is not types.NoneType))
+        return _value_type(next(member for member in arguments if member is not types.NoneType))
     if typing.get_origin(type_hint) is list:
-        return [_kind_of(arguments[0])]
+        return [_value_type(arguments[0])]
     if typing.get_origin(type_hint) is dict:
-        return {"*": _kind_of(arguments[1])}
+        return {"*": _value_type(arguments[1])}
     return type_hint

@@ -27,13 +27,13 @@ from onecurve.system.phase import SAVING, spending
 if TYPE_CHECKING:  # Imported lazily at runtime
     from onecurve.telemetry.sampling import Telemetry
 
-Ids = Callable[[], list[int]]
+TakeIds = Callable[[], list[int]]
 # A message takes the host about 0.1 ms, so several steps shorter than SHORT_STEP_S share one message. A
-# signal takes effect after at most 2 * AGREEMENT_S seconds, or after at most 2 * MOST_STEPS steps if steps
-# suddenly become slow.
+# signal takes effect after at most 2 * AGREEMENT_S seconds, or after at most 2 * MAX_STEPS_PER_POLL steps
+# if steps suddenly become slow.
 SHORT_STEP_S, AGREEMENT_S = 0.005, 0.02
-MOST_STEPS = 32
-UNKNOWN_US = 2**31 - 1
+MAX_STEPS_PER_POLL = 32
+UNKNOWN_STEP_US = 2**31 - 1
 
 
 class Exchange:
@@ -49,12 +49,12 @@ class Exchange:
     """
 
     def __init__(
-        self, record: MainRecord | None, telemetry: "Telemetry", timeout_s: float, skipped: Ids = list
+        self, record: MainRecord | None, telemetry: "Telemetry", timeout_s: float, skipped: TakeIds = list
     ):
         self.poll = Poll(timeout_s)
         self.record, self.telemetry, self.skipped = record, telemetry, skipped
-        self.step_us = UNKNOWN_US  # This process's time per step between the last two messages
-        self.slowest_us = UNKNOWN_US  # Maximum step_us over all processes
+        self.step_us = UNKNOWN_STEP_US  # This process's time per step between the last two messages
+        self.slowest_us = UNKNOWN_STEP_US  # Maximum step_us over all processes
         self.sent_at, self.sent_step, self.next_step = time.perf_counter(), -1, 0
 
     def listen_after(self, step: int) -> None:
@@ -68,7 +68,7 @@ class Exchange:
         current_time = time.perf_counter()
         if self.sent_step >= 0:
             mean_us = (current_time - self.sent_at) / max(1, step - self.sent_step) * 1e6
-            self.step_us = min(int(mean_us), UNKNOWN_US)
+            self.step_us = min(int(mean_us), UNKNOWN_STEP_US)
         self.sent_at, self.sent_step = current_time, step
         self.listen()
         step_s = max(self.slowest_us / 1e6, 1e-6)
@@ -76,7 +76,7 @@ class Exchange:
         if is_alone or step_s >= SHORT_STEP_S:
             self.next_step = step + 1
         else:
-            self.next_step = step + min(MOST_STEPS, int(AGREEMENT_S / step_s))
+            self.next_step = step + min(MAX_STEPS_PER_POLL, int(AGREEMENT_S / step_s))
 
     def listen(self) -> None:
         """Send this process's signal or problem to all processes, and receive their last messages.
@@ -93,7 +93,7 @@ class Exchange:
             reason = Reason.PROBLEM
         elif watch.wanted():
             reason = Reason.STOP
-        received, self.slowest_us = self.poll(reason, self.step_us) or (Reason.NONE, UNKNOWN_US)
+        received, self.slowest_us = self.poll(reason, self.step_us) or (Reason.NONE, UNKNOWN_STEP_US)
         if received == Reason.PROBLEM:
             raise ValueError(broadcast_object_list([problem])[0])
         if received == Reason.STOP:
@@ -103,9 +103,9 @@ class Exchange:
         """Return each process's value. The main process also receives telemetry and skipped ids."""
         reports = self.poll.collect((self.telemetry.take(), self.skipped()))
         if self.record:
-            self.telemetry.append([piece for pieces, _ in reports for piece in pieces])
+            self.telemetry.append([named_text for named_texts, _ in reports for named_text in named_texts])
             state = self.record.state
-            skipped_ids = {image_id for _, ids in reports for image_id in ids}
+            skipped_ids = {image_id for _, image_ids in reports for image_id in image_ids}
             state.bad_images = sorted({*state.bad_images, *skipped_ids})
         return self.poll.gather(value)
 
@@ -130,11 +130,11 @@ class Meter:
         current number of micro-batches, so that the mean loss stays the same.
         """
         if losses := state.losses:
-            micro_batches_before = len(losses) * state.accumulations
-            micro_batches = self.batch.processes * self.batch.accumulations
+            micro_batches_per_step_before = len(losses) * state.accumulations
+            micro_batches_per_step = self.batch.processes * self.batch.accumulations
             has_same_ranks = len(losses) == self.batch.processes
             loss_of_rank = losses[rank] if has_same_ranks else sum(losses) * (rank == 0)
-            self.loss.fill_(loss_of_rank * (micro_batches / micro_batches_before))
+            self.loss.fill_(loss_of_rank * (micro_batches_per_step / micro_batches_per_step_before))
 
     def add(self, loss: Tensor, ids: np.ndarray) -> None:
         """Add a micro-batch's loss and sample ids to the current step."""
@@ -194,7 +194,8 @@ class Ranks:
     saver: Saver
     exchange: Exchange
     record: MainRecord | None  # None except on the main process
-    newest: int  # Step of the newest snapshot or, initially, of the newest checkpoint. 0 for a new run
+    # Step of the newest snapshot or, initially, of the newest checkpoint. 0 for a new run
+    newest_saved_step: int
     epoch_began: float = field(default_factory=time.monotonic)
 
     def is_over(self) -> bool:
@@ -220,7 +221,7 @@ class Ranks:
         the evaluation at this step is the best so far, a snapshot of this step is held in memory until
         --checkpoint_s seconds after the last write.
         """
-        if step > self.newest:
+        if step > self.newest_saved_step:
             if self._is_due(step) or step == self.steps.first:
                 self.take()
             elif step == self.state.best_step:
@@ -232,7 +233,7 @@ class Ranks:
 
         All ranks must call this method. See take() for the errors.
         """
-        if self.state.step > self.newest:
+        if self.state.step > self.newest_saved_step:
             self.take()
         else:
             self.saver.write_held()
@@ -249,8 +250,8 @@ class Ranks:
         """
         with spending(SAVING):
             state, saver, meter, exchange = self.state, self.saver, self.meter, self.exchange
-            step, best = state.step, state.best_step
-            if best != step:
+            step, best_step = state.step, state.best_step
+            if best_step != step:
                 saver.write_held()  # Write the best evaluation's snapshot
             exchange.poll.wait_for_main(self.record is not None, saver.done)
             meter.check(step)
@@ -262,7 +263,7 @@ class Ranks:
                 loss = sum(losses)
                 raise FloatingPointError(f"the loss is {loss} before step {step}. No checkpoint was saved")
             self.write_samples()
-            content = state.at_save(
+            state_values = state.at_save(
                 losses=[*losses],
                 accumulations=meter.batch.accumulations,
                 epoch=step / self.steps.per_epoch,
@@ -271,8 +272,8 @@ class Ranks:
                 **saver.training.scalars(),
                 **(self.record.log.tracker_ids() if self.record else {}),
             ).to_json()
-            saver.save(step, content, best, hold)
-            self.newest = step
+            saver.save(step, state_values, best_step, hold)
+            self.newest_saved_step = step
 
     def write_samples(self) -> None:
         """Log the sample ids of each step since the last call, in batch order.
@@ -281,10 +282,10 @@ class Ranks:
         """
         if not self.meter.keeps_ids:
             return
-        batch, per_rank = self.meter.batch, self.exchange.poll.gather([*self.meter.ids])
+        batch, ids_by_rank = self.meter.batch, self.exchange.poll.gather([*self.meter.ids])
         self.meter.ids.clear()
         if self.record:
-            self.record.log.write_samples(per_rank, batch.per_device * batch.accumulations)
+            self.record.log.write_samples(ids_by_rank, batch.per_device * batch.accumulations)
 
     def _is_due(self, step: int) -> bool:
         """Return True if a checkpoint is due after `step` steps.

@@ -60,7 +60,7 @@ class RunState:
         Raise ValueError that lists missing or invalid fields.
         """
         fields, invalid = typed_values(content, typing.get_type_hints(cls))
-        invalid += [name for name in NEEDED if name not in fields and name not in invalid]
+        invalid += [name for name in REQUIRED_FIELDS if name not in fields and name not in invalid]
         if not fields.get("losses") or fields.get("accumulations", 0) < 1:
             invalid += ["losses or accumulations"]
         if invalid:
@@ -100,11 +100,11 @@ class RunState:
         """Set the current step, whose weights have not been evaluated yet."""
         self.step, self.evaluated = step, False
 
-    def add_evaluation(self, step: int, metrics: dict[str, float], by: str = "accuracy") -> None:
+    def add_evaluation(self, step: int, metrics: dict[str, float], best_by: str = "accuracy") -> None:
         """Record an evaluation, and check whether it is the best one according to score(metrics, by)."""
         self.last, self.evaluated = metrics, True
         self.stale += 1
-        if not self.best or score(metrics, by) > score(self.best, by):
+        if not self.best or score(metrics, best_by) > score(self.best, best_by):
             self.best, self.stale = metrics | {"step": step}, 0
 
     def is_over(self, patience: int | None) -> bool:
@@ -118,5 +118,5 @@ class RunState:
 
 
 # Fields that state.json must contain in every version of the format
-NEEDED = ["step", "evaluated", "best", "last", "logged_step", "losses", "accumulations", "optimizer"]
-NEEDED += ["train_s", "wall_s"]
+REQUIRED_FIELDS = ["step", "evaluated", "best", "last", "logged_step", "losses", "accumulations", "optimizer"]
+REQUIRED_FIELDS += ["train_s", "wall_s"]

@@ -19,8 +19,9 @@ from onecurve.system.text import printable
 from onecurve.upstream.packages_ import is_tensorboard_writer
 
 # Metrics that TensorBoard shows next to the hyperparameters
-HEADLINES = ("val/accuracy", "val/loss", "train/loss", "train/images_per_s")
-INIT_S, FINISH_S = 10, 60  # Maximum seconds to wait for a W&B server at the start and at the end
+HEADLINE_METRICS = ("val/accuracy", "val/loss", "train/loss", "train/images_per_s")
+# Maximum seconds to wait for a W&B server at the start and at the end
+INIT_TIMEOUT_S, FINISH_TIMEOUT_S = 10, 60
 
 
 class Trackers:
@@ -37,21 +38,21 @@ class Trackers:
     """
 
     def __init__(self, names: tuple[str, ...], folder: Path, recipe_file: RecipeFile, state: RunState):
-        self.started: list[GeneralTracker] = []
+        self.started_trackers: list[GeneralTracker] = []
         if "tensorboard" in names:
-            threading.excepthook = _without_full_disks
-            self.started.append(_TensorBoard("tensorboard", folder, purge_step=state.step + 1))
-            self.started[-1].start()
+            threading.excepthook = _ignore_full_disk
+            self.started_trackers.append(_TensorBoard("tensorboard", folder, purge_step=state.step + 1))
+            self.started_trackers[-1].start()
         if "wandb" in names and (wandb := _start_wandb(folder, recipe_file["script"], state.wandb_id)):
-            self.started.append(wandb)
+            self.started_trackers.append(wandb)
         if "trackio" in names:
             # Runs in different folders may have the same folder name.
             name = f"{folder.name}-{hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:8]}"
             run_options = {"name": name, "resume": "allow", "embed": False}
             # The run's telemetry already contains the CPU and GPU measurements.
             no_measurements = {"auto_log_cpu": False, "auto_log_gpu": False}
-            self.started.append(_Trackio(recipe_file["script"], **run_options, **no_measurements))
-            self.started[-1].start()
+            self.started_trackers.append(_Trackio(recipe_file["script"], **run_options, **no_measurements))
+            self.started_trackers[-1].start()
             log.info(f"to view the run {name}, run `trackio show --project {recipe_file['script']}`")
         hyperparameters = recipe_file["recipe"] | {
             "strategy": recipe_file["strategy"],
@@ -60,25 +61,25 @@ class Trackers:
         for name, value in hyperparameters.items():
             if not isinstance(value, (bool, int, float)):
                 hyperparameters[name] = printable(value)
-        for tracker in self.started:
+        for tracker in self.started_trackers:
             tracker.store_init_configuration(hyperparameters)
 
     def ids(self) -> dict[str, str]:
         """Return the id and address of the W&B run for recipe.json, or {} without W&B."""
-        runs = [tracker.run for tracker in self.started if isinstance(tracker, _WandB)]
+        runs = [tracker.run for tracker in self.started_trackers if isinstance(tracker, _WandB)]
         ids = {"wandb_id": runs[0].id, "wandb_url": runs[0].url} if runs else {}
         return {name: value for name, value in ids.items() if value}  # An offline run has no address
 
     def log(self, values: dict[str, float], step: int) -> None:
         """Send metrics to all trackers."""
-        for tracker in self.started:
+        for tracker in self.started_trackers:
             tracker.log(values, step=step)
 
     def show(self, files: list[Path], step: int) -> None:
         """Send PNG files as `plots/<name>`. An error is logged but does not end training."""
         from PIL import Image
 
-        for tracker in self.started:
+        for tracker in self.started_trackers:
             # TensorBoard needs the layout [1, H, W, 3]. W&B and trackio accept single images.
             layout = {"dataformats": "NHWC"} if isinstance(tracker, _TensorBoard) else {}
             try:
@@ -91,14 +92,14 @@ class Trackers:
 
     def finish(self, failed: bool) -> None:
         """Close all trackers. `failed` is True if trackers should mark the run as failed."""
-        for tracker in self.started:
+        for tracker in self.started_trackers:
             tracker.finish(failed)
 
 
-def _without_full_disks(args: threading.ExceptHookArgs) -> None:
+def _ignore_full_disk(hook_arguments: threading.ExceptHookArgs) -> None:
     """Hide disk errors of TensorBoard's thread, because the main thread raises the same errors."""
-    if not isinstance(args.exc_value, OSError) or not is_tensorboard_writer(args.thread):
-        threading.__excepthook__(args)
+    if not isinstance(hook_arguments.exc_value, OSError) or not is_tensorboard_writer(hook_arguments.thread):
+        threading.__excepthook__(hook_arguments)
 
 
 class _TensorBoard(TensorBoardTracker):
@@ -111,15 +112,15 @@ class _TensorBoard(TensorBoardTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         from torch.utils.tensorboard.summary import hparams
 
-        # Next to the hyperparameters, TensorBoard shows the last value of each curve in HEADLINES.
-        *start, self.success = hparams(values, dict.fromkeys(HEADLINES, 0.0))
-        for summary in start:
+        # Next to the hyperparameters, TensorBoard shows the last value of each curve in HEADLINE_METRICS.
+        *first_summaries, self.success_summary = hparams(values, dict.fromkeys(HEADLINE_METRICS, 0.0))
+        for summary in first_summaries:
             self.writer.file_writer.add_summary(summary)
         self.writer.flush()
 
     def finish(self, failed: bool) -> None:
         if not failed:
-            self.writer.file_writer.add_summary(self.success)
+            self.writer.file_writer.add_summary(self.success_summary)
         super().finish()
 
 
@@ -142,7 +143,7 @@ class _WandB(WandBTracker):
     logging to W&B, but does not end training.
     """
 
-    ended = False
+    has_ended = False
 
     def start(self) -> None:
         super().start()
@@ -150,23 +151,23 @@ class _WandB(WandBTracker):
         self.run.define_metric("*", step_metric="step")
 
     def log(self, values: dict[str, float], step: int, **_: Any) -> None:
-        if self.ended:
+        if self.has_ended:
             return
         try:
             super().log(values | {"step": step})
         except Exception as error:
-            self.ended = True
+            self.has_ended = True
             log.info(f"logging to W&B has stopped ({error}). metrics.jsonl contains all metrics")
 
     def finish(self, failed: bool) -> None:
-        if self.ended:
+        if self.has_ended:
             return
         if not self.run.offline:
-            log.info(f"uploading the remaining data to W&B for at most {FINISH_S} s")
+            log.info(f"uploading the remaining data to W&B for at most {FINISH_TIMEOUT_S} s")
         try:
             self.run.finish(exit_code=int(failed))
         except Exception as error:
-            log.info(f"W&B did not receive all data ({error}). {_send_later(Path(self.run.dir).parents[2])}")
+            log.info(f"W&B did not receive all data ({error}). {_sync_later(Path(self.run.dir).parents[2])}")
 
 
 def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB | None:
@@ -180,8 +181,8 @@ def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB | Non
     import wandb
 
     settings = wandb.Settings(
-        init_timeout=INIT_S,
-        finish_timeout=FINISH_S,
+        init_timeout=INIT_TIMEOUT_S,
+        finish_timeout=FINISH_TIMEOUT_S,
         finish_timeout_raises=True,
         console="off",
         silent=True,
@@ -190,25 +191,25 @@ def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB | Non
     if wandb.setup(settings).settings.mode == "disabled":
         log.info("W&B is disabled by WANDB_MODE=disabled")
         return None
-    options = {
+    run_options = {
         "dir": folder,
         "name": os.environ.get("WANDB_NAME", folder.name),
         "id": os.environ.get("WANDB_RUN_ID") or run_id or secrets.token_hex(4),
         "resume": "allow",
         "settings": settings,
     }
-    tracker = _WandB(os.environ.get("WANDB_PROJECT", project), **options)
-    offline = _WandB(tracker.run_name, **options | {"mode": "offline"})
+    tracker = _WandB(os.environ.get("WANDB_PROJECT", project), **run_options)
+    offline_tracker = _WandB(tracker.run_name, **run_options | {"mode": "offline"})
     try:
         # Without an API key, wandb.init would prompt for a key.
         if wandb.setup(settings).settings.mode in ("online", "run") and wandb.api.api_key is None:
-            log.info(f"no W&B API key is configured, so the run is logged offline. {_send_later(folder)}")
-            tracker = offline
+            log.info(f"no W&B API key is configured, so the run is logged offline. {_sync_later(folder)}")
+            tracker = offline_tracker
         tracker.start()
     except Exception as error:  # The API key, the server or W&B's service process may cause the error
-        log.info(f"W&B did not accept the run ({error}), so the run is logged offline. {_send_later(folder)}")
+        log.info(f"W&B did not accept the run ({error}), so the run is logged offline. {_sync_later(folder)}")
         wandb.teardown()  # Without teardown(), the offline run would wait for the same server
-        tracker = offline
+        tracker = offline_tracker
         tracker.start()
     log.info(f"the W&B run is {tracker.run.id if tracker.run.offline else tracker.run.url}")
     return tracker
@@ -220,5 +221,5 @@ def _save_and_stop() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _send_later(folder: Path | str) -> str:
+def _sync_later(folder: Path | str) -> str:
     return f"To upload the run later, log in and run: wandb sync {shlex.quote(str(folder))}/wandb/*run-*"

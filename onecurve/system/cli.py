@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from onecurve.system.env import rank, report
+from onecurve.system.env import rank, report_event
 from onecurve.system.paths import ROOT
 from onecurve.system.text import message_text
 
 # An empty path must never be interpreted as the working folder or the file system root.
-EMPTY = "is empty. Check that the shell variable for this value is set."
+EMPTY_VALUE = "is empty. Check that the shell variable for this value is set."
 
 
 def run_command(main: Callable[[], int]) -> int:
@@ -93,7 +93,7 @@ class CommandParser(argparse.ArgumentParser):
         words = [underscores(word) for word in (sys.argv[1:] if args is None else args)]
         for word, next_word in itertools.pairwise([*words, "-"]):
             if word.startswith("--") and (word.endswith("=") or not next_word):
-                self.error(f"{word.rstrip('=')} {EMPTY}")
+                self.error(f"{word.rstrip('=')} {EMPTY_VALUE}")
         return super().parse_known_args(words, namespace)
 
 
@@ -156,12 +156,12 @@ def settle_environment() -> None:
 def tell_launchers(message: str) -> None:
     """Report this process's error message to all launchers as the cause of the job's failure."""
     tell_torchrun(message)
-    report("failed", message=message)
+    report_event("failed", message=message)
 
 
 def tell_torchrun(message: str) -> None:
     """Write the message that torchrun prints when it reports this process's failure."""
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         failure = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError):
-            Path(file).write_text(json.dumps({"message": failure}))
+            Path(error_file).write_text(json.dumps({"message": failure}))

@@ -14,21 +14,21 @@ from typing import Any
 from onecurve.system.text import redacted
 from onecurve.upstream.packages_ import use_hub_offline
 
-PREEMPTED = 75  # exit status of a preempted process, which is EX_TEMPFAIL ("try again later") in sysexits.h
-# Variables that launch.py sets in an elastic job. JOB is the job's name, which is the same in all rounds.
-# ROUND is the round number, starting at 1. MOST_HOSTS is the number of hosts, including absent hosts.
-# PER_DEVICE is the micro-batch size.
-JOB, ROUND = "LAUNCH_JOB", "LAUNCH_ROUND"
-MOST_HOSTS, PER_DEVICE = "LAUNCH_MOST_HOSTS", "LAUNCH_PER_DEVICE_BATCH_SIZE"
+# Exit status of a preempted process, which is EX_TEMPFAIL ("try again later") in sysexits.h
+PREEMPTED_STATUS = 75
+# Variables that launch.py sets in an elastic job: the job's name, which is the same in all rounds, the
+# round's number, starting at 1, the number of hosts, including absent hosts, and the micro-batch size.
+JOB_VARIABLE, ROUND_VARIABLE = "LAUNCH_JOB", "LAUNCH_ROUND"
+MOST_HOSTS_VARIABLE, PER_DEVICE_VARIABLE = "LAUNCH_MOST_HOSTS", "LAUNCH_PER_DEVICE_BATCH_SIZE"
 # Variable set by launch.py's agent: path of a JSON-lines file to which the processes on a host append events
-EVENTS_FILE = "LAUNCH_EVENTS_FILE"
+EVENTS_FILE_VARIABLE = "LAUNCH_EVENTS_FILE"
 # Index of the process on its host. Set if each process sees only one GPU, which makes LOCAL_RANK 0 in all
 # processes.
-LOCAL_NUMBER = "LOCAL_NUMBER"
-PROCESSES = "LAUNCH_PROCESSES"  # variable set by launch.py: number of processes in the job
+LOCAL_NUMBER_VARIABLE = "LOCAL_NUMBER"
+PROCESSES_VARIABLE = "LAUNCH_PROCESSES"  # variable set by launch.py: number of processes in the job
 
 
-def launched() -> bool:
+def is_launched() -> bool:
     """Return True if torchrun, accelerate, or deepspeed started this process."""
     return "LOCAL_RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
 
@@ -56,7 +56,7 @@ def local_rank() -> int:
     sees_one_gpu = re.fullmatch("[^,]+", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     if sees_one_gpu and hosts * size == world_size():
         return rank() % size
-    return int(os.environ.get(LOCAL_NUMBER) or os.environ.get("LOCAL_RANK") or "0")
+    return int(os.environ.get(LOCAL_NUMBER_VARIABLE) or os.environ.get("LOCAL_RANK") or "0")
 
 
 def is_hosts_first() -> bool:
@@ -81,7 +81,7 @@ def job_round() -> tuple[str | None, int]:
     round number. Each agent counts TORCHELASTIC_RESTART_COUNT separately, the count does not change when
     hosts leave or join, and several jobs can have the same TORCHELASTIC_RUN_ID.
     """
-    return os.environ.get(JOB), int(os.environ.get(ROUND, "0"))
+    return os.environ.get(JOB_VARIABLE), int(os.environ.get(ROUND_VARIABLE, "0"))
 
 
 def is_on(variable: str, env: Mapping[str, str] = os.environ) -> bool:
@@ -89,13 +89,13 @@ def is_on(variable: str, env: Mapping[str, str] = os.environ) -> bool:
     return env.get(variable, "").lower() == "true"
 
 
-def report(event: str, **facts: Any) -> None:
+def report_event(event: str, **facts: Any) -> None:
     """Append an event to the event file on this host if launch.py started the job."""
-    if file := os.environ.get(EVENTS_FILE):
-        line = json.dumps({"event": event} | facts) + "\n"
+    if events_file := os.environ.get(EVENTS_FILE_VARIABLE):
+        event_line = json.dumps({"event": event} | facts) + "\n"
         # Write each line with a single system call, because several processes append to the file.
-        with contextlib.suppress(OSError), open(file, "a", buffering=len(line) + 1) as events:
-            events.write(line)
+        with contextlib.suppress(OSError), open(events_file, "a", buffering=len(event_line) + 1) as events:
+            events.write(event_line)
 
 
 class EventReader:
@@ -103,19 +103,19 @@ class EventReader:
 
     def __init__(self, file: Path):
         self.file = file
-        self.read_bytes = 0  # number of bytes that earlier calls of new() have read
-        self.rest = b""  # beginning of a line that is not complete yet
+        self.bytes_read = 0  # number of bytes that earlier calls of new() have read
+        self.partial_line = b""  # beginning of a line that is not complete yet
 
     def new(self) -> list[dict[str, Any]]:
         """Return the events that were written since the last call, or [] if the file does not exist."""
         try:
             with open(self.file, "rb") as events:
-                events.seek(self.read_bytes)
+                events.seek(self.bytes_read)
                 new_bytes = events.read()
         except OSError:
             return []
-        self.read_bytes += len(new_bytes)
-        *lines, self.rest = (self.rest + new_bytes).split(b"\n")
+        self.bytes_read += len(new_bytes)
+        *lines, self.partial_line = (self.partial_line + new_bytes).split(b"\n")
         new_events = []
         for line in lines:
             with contextlib.suppress(ValueError):  # the process was killed while it wrote the line

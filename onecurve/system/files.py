@@ -26,18 +26,18 @@ from typing import Any, BinaryIO, ParamSpec, TypeVar
 from onecurve.system.output import log
 from onecurve.system.text import printable, shortened
 
-P = ParamSpec("P")
-R = TypeVar("R")
+Parameters = ParamSpec("Parameters")
+Returned = TypeVar("Returned")
 
 READ_BYTES = 16 * 2**20
 # Error numbers from network file systems for which a read is retried
-TRANSIENT = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN)
-ATTEMPTS = 4  # maximum number of attempts for a read, and for an S3 request
+TRANSIENT_ERRORS = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN)
+MAX_ATTEMPTS = 4  # maximum number of attempts for a read, and for an S3 request
 BACKOFF_S = 0.4  # seconds before the second attempt; the wait grows linearly with the number of attempts
 # Expected structure of a JSON value: a type, list[Kind], tuple[Kind, ...], dict[str, Kind], a TypedDict, a
 # dataclass, or a union. The type float matches every finite number. [Kind] means the same as list[Kind].
 # {key: Kind, "*": Kind of all other keys} describes an object whose values may also be null.
-Kind = Any
+ValueType = Any
 
 
 def sync(path: Path) -> None:
@@ -65,16 +65,16 @@ def _warn_not_synced(reason: str) -> None:
     )
 
 
-def retried(read: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that reads files, so that a call is retried after a TRANSIENT error."""
+def retried(read: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
+    """Decorate a function that reads files, so that a call is retried after TRANSIENT_ERRORS."""
 
     @functools.wraps(read)
-    def attempts(*args: P.args, **options: P.kwargs) -> R:
-        for attempt in range(1, ATTEMPTS):
+    def attempts(*args: Parameters.args, **options: Parameters.kwargs) -> Returned:
+        for attempt in range(1, MAX_ATTEMPTS):
             try:
                 return read(*args, **options)
             except OSError as error:
-                if error.errno not in TRANSIENT:
+                if error.errno not in TRANSIENT_ERRORS:
                     raise
                 note_retry(f"{error.filename or 'a data file'}: {error.strerror}")
                 time.sleep(BACKOFF_S * attempt)
@@ -113,7 +113,7 @@ def sha256_of(path: Path, heartbeat: Callable[[], None] = lambda: None) -> str:
     return digest.hexdigest()
 
 
-def unfetched(content: Path | bytes) -> str:
+def lfs_pointer_problem(content: Path | bytes) -> str:
     """Return an error message if a file or its content is a Git LFS pointer, otherwise an empty string."""
     if isinstance(content, Path):
         if not content.is_file():
@@ -193,7 +193,7 @@ def not_written(subject: str, folder: Path, error: OSError) -> ValueError:
 
 
 @contextlib.contextmanager
-def writing(subject: str, folder: Path) -> Iterator[None]:
+def explaining_write_errors(subject: str, folder: Path) -> Iterator[None]:
     """Convert an OSError in the context to the ValueError of not_written()."""
     try:
         yield
@@ -224,7 +224,7 @@ def own_files(folder: Path, pattern: str) -> list[Path]:
     return [file for file in sorted(folder.glob(pattern)) if _is_own(file, folder)]
 
 
-def read_own(folder: Path, name: str, most_bytes: int) -> bytes:
+def read_own_file(folder: Path, name: str, max_bytes: int) -> bytes:
     """Return the content of a regular file in a folder.
 
     Raises:
@@ -235,8 +235,8 @@ def read_own(folder: Path, name: str, most_bytes: int) -> bytes:
     if not _is_own(file, folder):
         file.lstat()  # raises FileNotFoundError if the file is missing
         raise OSError(errno.EINVAL, "the path is not a regular file in this folder")
-    if file.stat().st_size > most_bytes:
-        raise OSError(errno.EFBIG, f"the file is larger than {most_bytes:,} bytes")
+    if file.stat().st_size > max_bytes:
+        raise OSError(errno.EFBIG, f"the file is larger than {max_bytes:,} bytes")
     return file.read_bytes()
 
 
@@ -293,29 +293,29 @@ def read_json(path: Path) -> dict[str, Any]:
     return parse_json(read_regular(path), path)
 
 
-def parse_json(content: bytes | str, where: object, pairs_hook: Any = None) -> dict[str, Any]:
+def parse_json(content: bytes | str, source: object, pairs_hook: Any = None) -> dict[str, Any]:
     """Parse a JSON object.
 
     Args:
         content: JSON text, in UTF-8 if it is bytes.
-        where: Name of the source for error messages.
+        source: Name of the source for error messages.
         pairs_hook: Function for json.loads's `object_pairs_hook` argument.
 
     Raises:
         ValueError: If the content is not a JSON object, is not UTF-8, is nested too deeply, or contains a
-            number with thousands of digits. The message contains `where`, but does not quote the content.
+            number with thousands of digits. The message contains `source`, but does not quote the content.
     """
     try:
         value = json.loads(content, object_pairs_hook=pairs_hook)
     except RecursionError:
-        raise ValueError(f"{where} can't be read because the JSON is nested too deeply") from None
+        raise ValueError(f"{source} can't be read because the JSON is nested too deeply") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}, line {error.lineno}, is not valid JSON: {error.msg}") from None
+        raise ValueError(f"{source}, line {error.lineno}, is not valid JSON: {error.msg}") from None
     except ValueError as error:
         reason = "the text is not UTF-8" if isinstance(error, UnicodeDecodeError) else error
-        raise ValueError(f"{where} can't be read as JSON: {reason}") from None
+        raise ValueError(f"{source} can't be read as JSON: {reason}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{where} does not contain a JSON object")
+        raise ValueError(f"{source} does not contain a JSON object")
     return value
 
 
@@ -406,42 +406,42 @@ def json_lines(file: Path) -> Iterator[dict[str, Any]]:
                 yield parse_json(line, file)
 
 
-def typed_values(content: dict[str, Any], kinds: dict[str, Kind]) -> tuple[dict[str, Any], list[str]]:
-    """Split a JSON object into the values that match `kinds`, and the names of the values that do not.
+def typed_values(content: dict[str, Any], types_: dict[str, ValueType]) -> tuple[dict[str, Any], list[str]]:
+    """Split a JSON object into the values that match `types_`, and the names of the values that do not.
 
     Unknown keys and null values are in neither result.
     """
-    matching, wrong = {}, []
+    matching_values, mistyped_keys = {}, []
     for key, value in content.items():
-        kind = kinds.get(key, kinds.get("*"))
-        if kind is None or value is None:
+        value_type = types_.get(key, types_.get("*"))
+        if value_type is None or value is None:
             continue
-        if fits(value, kind):
-            matching[key] = value
+        if has_type(value, value_type):
+            matching_values[key] = value
         else:
-            wrong.append(key)
-    return matching, wrong
+            mistyped_keys.append(key)
+    return matching_values, mistyped_keys
 
 
-def fits(value: Any, kind: Kind) -> bool:
-    """Return True if a JSON value has the structure that `kind` describes."""
-    if kind is Any:
+def has_type(value: Any, value_type: ValueType) -> bool:
+    """Return True if a JSON value has the structure that `value_type` describes."""
+    if value_type is Any:
         return True
-    if isinstance(kind, types.UnionType):
-        return any(fits(value, member) for member in typing.get_args(kind))
-    if isinstance(kind, dict):
-        return isinstance(value, dict) and not typed_values(value, kind)[1]
-    if typing.is_typeddict(kind) or dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        return isinstance(value, dict) and all(key in value and fits(value[key], hints[key]) for key in hints)
-    if isinstance(kind, list) or typing.get_origin(kind) in (list, tuple):
-        item_kind = kind[0] if isinstance(kind, list) else typing.get_args(kind)[0]
-        return isinstance(value, list) and all(fits(item, item_kind) for item in value)
-    if typing.get_origin(kind) is dict:
-        value_kind = typing.get_args(kind)[1]
-        return isinstance(value, dict) and all(fits(member, value_kind) for member in value.values())
-    if isinstance(value, bool) or kind is bool:
-        return isinstance(value, bool) and kind is bool
-    if kind in (int, float):
-        return isinstance(value, int if kind is int else int | float) and -(2**63) < value < 2**63
-    return isinstance(value, kind)
+    if isinstance(value_type, types.UnionType):
+        return any(has_type(value, member) for member in typing.get_args(value_type))
+    if isinstance(value_type, dict):
+        return isinstance(value, dict) and not typed_values(value, value_type)[1]
+    if typing.is_typeddict(value_type) or dataclasses.is_dataclass(value_type):
+        hints = typing.get_type_hints(value_type)
+        return isinstance(value, dict) and all(k in value and has_type(value[k], hints[k]) for k in hints)
+    if isinstance(value_type, list) or typing.get_origin(value_type) in (list, tuple):
+        item_type = value_type[0] if isinstance(value_type, list) else typing.get_args(value_type)[0]
+        return isinstance(value, list) and all(has_type(item, item_type) for item in value)
+    if typing.get_origin(value_type) is dict:
+        member_type = typing.get_args(value_type)[1]
+        return isinstance(value, dict) and all(has_type(member, member_type) for member in value.values())
+    if isinstance(value, bool) or value_type is bool:
+        return isinstance(value, bool) and value_type is bool
+    if value_type in (int, float):
+        return isinstance(value, int if value_type is int else int | float) and -(2**63) < value < 2**63
+    return isinstance(value, value_type)

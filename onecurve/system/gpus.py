@@ -13,7 +13,7 @@ import psutil
 
 # Minimum driver version for each major version of CUDA. A driver also supports later minor versions of CUDA:
 # https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
-LEAST_DRIVER = {11: 450, 12: 525, 13: 580}
+MIN_DRIVER_BY_CUDA = {11: 450, 12: 525, 13: 580}
 
 
 class Devices(NamedTuple):
@@ -62,7 +62,7 @@ def _describe_gpu(pynvml: Any, handle: Any, handles: list[Any]) -> dict[str, Any
         "memory_gib": memory and memory.total / 2**30,
         "free_gib": memory and memory.free / 2**30,
         "held_by": [_process_name(process.pid) for process in processes],
-        "peers": [_can_read(pynvml, handle, other) for other in handles if other is not handle],
+        "peers": [_can_read(pynvml, handle, peer) for peer in handles if peer is not handle],
     }
 
 
@@ -118,26 +118,26 @@ def driver_problem(devices: Devices, cuda: str | None) -> str | None:
 
 def needed_driver(cuda: str) -> str:
     """Describe the driver required by a CUDA version, for example as `driver 580 or newer`."""
-    version = LEAST_DRIVER.get(int(cuda.split(".")[0]))
+    version = MIN_DRIVER_BY_CUDA.get(int(cuda.split(".")[0]))
     return f"driver {version} or newer" if version else "a newer driver"
 
 
-def visible_devices(numbers: Sequence[int]) -> dict[str, str]:
+def visible_devices(gpu_indices: Sequence[int]) -> dict[str, str]:
     """Return environment variables that select some of this host's GPUs.
 
     GPU indices are the same as in nvidia-smi and the hostfile. By default, CUDA assigns index 0 to the
     fastest GPU.
     """
-    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, numbers))}
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpu_indices))}
 
 
-def runs_on(built: str, major: int, minor: int) -> bool:
-    """Return True if a GPU of compute capability major.minor can run code built for the architecture `built`.
+def runs_on(architecture: str, major: int, minor: int) -> bool:
+    """Return True if a GPU of compute capability major.minor can run code built for `architecture`.
 
     For example, code built for sm_80 runs on all GPUs of compute capability 8.x, and code built for
     compute_80 also runs on newer GPUs.
     """
-    prefix, _, digits = built.partition("_")
+    prefix, _, digits = architecture.partition("_")
     built_major, built_minor = divmod(int(digits.rstrip("af")), 10)
     if prefix == "compute":
         return (built_major, built_minor) <= (major, minor)

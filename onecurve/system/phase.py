@@ -14,9 +14,9 @@ from onecurve.system.processes import own_age_s
 STARTING, TRAINING, READING, EVALUATION = "starting", "training", "reading data", "evaluation"
 SAVING, ENDING = "saving", "ending"
 # Names of additional parts at the start and end of a run
-IMPORTS, GROUP, CUDA = "imports", "process group", "CUDA"
-DATA, MODEL = "opening the data", "building the model"
-WARM_UP, CAPTURE = "warm-up of the graphs", "capture of the graphs"
+IMPORTS, PROCESS_GROUP, CUDA_START = "imports", "process group", "CUDA"
+OPENING_DATA, BUILDING_MODEL = "opening the data", "building the model"
+GRAPH_WARM_UP, GRAPH_CAPTURE = "warm-up of the graphs", "capture of the graphs"
 FIRST_EVALUATION, PLOTS = "first evaluation", "plots"
 
 
@@ -43,7 +43,7 @@ class Replay:
         return 0.0 if self.is_done() else time.time() - self.since
 
 
-class _Now:
+class _CurrentPhase:
     """Current phase, part and step of this process, and the number of seconds spent in each part."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class _Now:
         return self.past_s | {self.part: self.past_s.get(self.part, 0.0) + elapsed_s}
 
 
-now = _Now()
+now = _CurrentPhase()
 
 
 @contextlib.contextmanager

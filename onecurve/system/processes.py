@@ -23,7 +23,7 @@ LAUNCHERS = ("accelerate", "accelerate-launch", "deepspeed", "torchrun", "launch
 LAUNCHER_MODULES = ("accelerate.commands.", "deepspeed.launcher.", "torch.distributed.")
 # Environment variables that launchers set and that users rarely set
 SET_BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND", "CROSS_RANK")
-NO_MEMORY = (  # substrings of out-of-memory messages
+OUT_OF_MEMORY_MESSAGES = (  # substrings of out-of-memory messages
     "out of memory",  # torch and CUDA
     "ALLOC_FAILED",  # cuBLAS and cuDNN 8
     "ALLOCATION_FAILED",  # cuDNN 9, for device or host memory
@@ -37,7 +37,7 @@ NO_MEMORY = (  # substrings of out-of-memory messages
 )
 # Substrings of messages from other allocators. They indicate exhausted memory only in a process with a memory
 # limit
-NO_MEMORY_WHERE_LIMITED = (
+LIMITED_MEMORY_MESSAGES = (
     "MemoryError",
     "std::bad_alloc",
     "Cannot allocate memory",
@@ -110,8 +110,8 @@ def deaf_launcher() -> str | None:
     """
     if not any(process.pid == 1 for process in launchers()):
         return None
-    caught = re.search(r"^SigCgt:\s*(\w+)", Path("/proc/1/status").read_text(), re.MULTILINE)
-    if caught and int(caught[1], 16) & 1 << (signal.SIGTERM - 1):
+    caught_signals = re.search(r"^SigCgt:\s*(\w+)", Path("/proc/1/status").read_text(), re.MULTILINE)
+    if caught_signals and int(caught_signals[1], 16) & 1 << (signal.SIGTERM - 1):
         return None
     return (
         "warning: SIGTERM to this container (docker stop, Kubernetes) will not save a checkpoint, because the"
@@ -187,15 +187,15 @@ def allowed_cores(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/
     return max(1, int(min([cores, *_cpu_quotas(groups, root)])))
 
 
-def _cpu_quotas(groups: Path, root: Path) -> Iterator[float]:
+def _cpu_quotas(cgroup_file: Path, cgroup_root: Path) -> Iterator[float]:
     """Yield the CPU quotas of this process's control groups and their parents, in cores (cgroups(7))."""
-    for line in groups.read_text().splitlines() if groups.exists() else ():
-        _, controllers, group = line.split(":", 2)
+    for line in cgroup_file.read_text().splitlines() if cgroup_file.exists() else ():
+        _, controllers, cgroup = line.split(":", 2)
         is_v1 = "cpu" in controllers.split(",")
         if controllers and not is_v1:
             continue
-        for path in (Path(group), *Path(group).parents):
-            folder = root / ("cpu" if is_v1 else "") / str(path).lstrip("/")
+        for path in (Path(cgroup), *Path(cgroup).parents):
+            folder = cgroup_root / ("cpu" if is_v1 else "") / str(path).lstrip("/")
             file_names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_v1 else ("cpu.max",)
             # inside a container, the root is the container's control group
             with contextlib.suppress(OSError):
@@ -214,12 +214,12 @@ def adopt_orphans(adopt: bool = True) -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
-def running_descendants(but: Collection[int] = ()) -> list[psutil.Process]:
-    """Return all running descendants of this process, except the PIDs in `but`. Reap adopted zombies."""
+def running_descendants(excluded_pids: Collection[int] = ()) -> list[psutil.Process]:
+    """Return all running descendants of this process, except `excluded_pids`. Reap adopted zombies."""
     descendants = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error, ChildProcessError):
-            if process.pid in but:
+            if process.pid in excluded_pids:
                 continue
             if process.status() != psutil.STATUS_ZOMBIE:
                 descendants.append(process)
@@ -242,7 +242,8 @@ def says_out_of_memory(text: str, is_limited: bool = False) -> bool:
         text: Error message or output.
         is_limited: True if the process had a memory limit.
     """
-    return any(message in text for message in (*NO_MEMORY, *(NO_MEMORY_WHERE_LIMITED if is_limited else ())))
+    messages = OUT_OF_MEMORY_MESSAGES + (LIMITED_MEMORY_MESSAGES if is_limited else ())
+    return any(message in text for message in messages)
 
 
 # --- Network

@@ -6,13 +6,13 @@ import sys
 import time
 from typing import TextIO
 
-LINE_S = 30  # seconds without output after which a plain line is printed
-DRAW_S = 0.25  # seconds between updates of the text next to the bar
+LINE_INTERVAL_S = 30  # seconds without output after which a plain line is printed
+REDRAW_INTERVAL_S = 0.25  # seconds between updates of the text next to the bar
 BAR_VALUES = ("train/images_per_s", "train/loss", "val/accuracy", "train/mfu_pct", "train/lr")
 
 
 class Display:
-    """Progress bar with a text on a terminal, or plain lines every LINE_S seconds elsewhere.
+    """Progress bar with a text on a terminal, or plain lines every LINE_INTERVAL_S seconds elsewhere.
 
     Args:
         total: Total amount of work, in the unit of `done` in show().
@@ -22,21 +22,21 @@ class Display:
 
     def __init__(self, total: int, text: str, file: TextIO | None = None):
         self.file = file  # stays None for stdout, because the bar replaces sys.stdout
-        out = file or sys.stdout
+        output = file or sys.stdout
         self.shown_s, self.bar = time.monotonic(), None
-        if out.isatty() and "NO_COLOR" not in os.environ:
+        if output.isatty() and "NO_COLOR" not in os.environ:
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn
             from rich.table import Column
 
             column = Column(no_wrap=True, overflow="ellipsis", ratio=1)
             columns = BarColumn(8), TextColumn("{task.description}", markup=False, table_column=column)
-            self.bar = Progress(*columns, console=Console(file=out), expand=True)
+            self.bar = Progress(*columns, console=Console(file=output), expand=True)
             self.task = self.bar.add_task(text, total=total)
             self.bar.start()
 
     def is_due(self) -> bool:
-        return time.monotonic() > self.shown_s + (DRAW_S if self.bar else LINE_S)
+        return time.monotonic() > self.shown_s + (REDRAW_INTERVAL_S if self.bar else LINE_INTERVAL_S)
 
     def show(self, text: str, done: int) -> None:
         self.shown_s = time.monotonic()
@@ -133,11 +133,11 @@ class ReadingProgress:
     Args:
         split: Name of the split.
         total: Number of bytes of all images in the split.
-        doing: Word for the activity in the output of tell(), such as `read`.
+        verb: Word for the activity in the output of tell(), such as `read`.
     """
 
-    def __init__(self, split: str, total: int, doing: str = "read"):
-        self.split, self.total, self.doing, self.began_s = split, total, doing, time.monotonic()
+    def __init__(self, split: str, total: int, verb: str = "read"):
+        self.split, self.total, self.verb, self.began_s = split, total, verb, time.monotonic()
         self.display = Display(total, split)
 
     def __enter__(self) -> "ReadingProgress":
@@ -146,29 +146,29 @@ class ReadingProgress:
     def __exit__(self, *_) -> None:
         self.display.stop()
 
-    def tell(self, done: int) -> None:
+    def tell(self, done_bytes: int) -> None:
         """Show the number of processed bytes that are not image data, such as uploaded bytes."""
-        self._show_if_due(f"{self.split}  {self._format_gib(done)} {self.doing}", done)
+        self._show_if_due(f"{self.split}  {self._format_gib(done_bytes)} {self.verb}", done_bytes)
 
-    def show(self, images: int, read: int) -> None:
-        seconds_per_byte = (time.monotonic() - self.began_s) / max(1, read)
-        left = f"{_duration((self.total - read) * seconds_per_byte)} left"
-        self._show_if_due(f"{self._description(images, read)}  {left}", read)
+    def show(self, images: int, read_bytes: int) -> None:
+        seconds_per_byte = (time.monotonic() - self.began_s) / max(1, read_bytes)
+        left = f"{_duration((self.total - read_bytes) * seconds_per_byte)} left"
+        self._show_if_due(f"{self._description(images, read_bytes)}  {left}", read_bytes)
 
-    def end(self, images: int, read: int) -> None:
-        self.display.print(f"{self._description(images, read)}  done")
+    def end(self, images: int, read_bytes: int) -> None:
+        self.display.print(f"{self._description(images, read_bytes)}  done")
 
-    def _show_if_due(self, text: str, read: int) -> None:
+    def _show_if_due(self, text: str, read_bytes: int) -> None:
         if self.display.is_due():
-            self.display.show(text, read)
+            self.display.show(text, read_bytes)
 
-    def _description(self, images: int, read: int) -> str:
+    def _description(self, images: int, read_bytes: int) -> str:
         seconds = max(time.monotonic() - self.began_s, 1e-3)
-        speed = f"{images / seconds:,.0f} images/s  {read / seconds / 1e6:,.0f} MB/s"
-        return f"{self.split}  {images:,} images  {self._format_gib(read)}  {speed}"
+        speed = f"{images / seconds:,.0f} images/s  {read_bytes / seconds / 1e6:,.0f} MB/s"
+        return f"{self.split}  {images:,} images  {self._format_gib(read_bytes)}  {speed}"
 
-    def _format_gib(self, read: int) -> str:
-        return f"{read / 2**30:,.2f} of {self.total / 2**30:,.2f} GiB"
+    def _format_gib(self, read_bytes: int) -> str:
+        return f"{read_bytes / 2**30:,.2f} of {self.total / 2**30:,.2f} GiB"
 
 
 def _duration(seconds: float) -> str:

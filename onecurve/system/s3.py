@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from onecurve.system.files import ATTEMPTS, BACKOFF_S
+from onecurve.system.files import BACKOFF_S, MAX_ATTEMPTS
 from onecurve.system.output import log
 from onecurve.system.text import redacted
 from onecurve.system.threads import run_with_heartbeat, start_daemon
@@ -25,16 +25,16 @@ from onecurve.system.threads import run_with_heartbeat, start_daemon
 if TYPE_CHECKING:  # at runtime, functions import botocore lazily because the import takes a second
     from botocore.client import BaseClient
 
-# An operation without a response ends within 102 s, after ATTEMPTS requests and botocore's waits between
+# An operation without a response ends within 102 s, after MAX_ATTEMPTS requests and botocore's waits between
 # requests.
-CONNECT_S = 5  # timeout in seconds for a connection to each of the endpoint's addresses
-READ_S = 15  # timeout in seconds without data from the store
-PROBE_S = 20  # timeout of probe() in seconds
+CONNECT_TIMEOUT_S = 5  # timeout in seconds for a connection to each of the endpoint's addresses
+READ_TIMEOUT_S = 15  # timeout in seconds without data from the store
+PROBE_MAX_S = 20  # timeout of probe() in seconds
 PART_BYTES = 16 * 2**20  # part size of a multipart transfer; smaller files are uploaded in one request
-FIRST_BYTES = 2**18  # size of the first piece of a stream, because readers often need only the beginning
-STREAMS = 4  # number of connections for one upload or download
+FIRST_PART_BYTES = 2**18  # size of the first piece of a stream, because readers often need only the beginning
+MAX_STREAMS = 4  # number of connections for one upload or download
 
-NOT_CONDITIONAL = (
+NO_CONDITIONAL_WRITES = (
     "warning: this S3 store does not support conditional writes (If-None-Match). Do not start two runs with"
     " the same prefix at the same time, because the runs can overwrite each other."
 )
@@ -78,25 +78,25 @@ class ObjectStore:
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
-        self._conditional = True  # False after the store has refused a conditional write
-        self._has_checksums = False  # True after the store has required a checksum
+        self._supports_conditional_writes = True  # False after the store has refused a conditional write
+        self._sends_checksums = False  # True after the store has required a checksum
         self._endpoint = "the store"  # endpoint address, set once a client exists
         # Clients by PID, because forked processes must not share connections
         self._clients: dict[int, BaseClient] = {}
         self._secrets: tuple[str, ...] = ()  # credentials of the newest client
 
     def probe(self) -> None:
-        """Test the store by writing, listing, reading and deleting a small object within PROBE_S seconds.
+        """Test the store by writing, listing, reading and deleting a small object within PROBE_MAX_S seconds.
 
         This method logs a warning if the store does not support conditional writes, or if it ignores the
         condition of such a write.
         """
-        end_s = time.monotonic() + PROBE_S
+        end_s = time.monotonic() + PROBE_MAX_S
 
         def check_time() -> None:
             if time.monotonic() > end_s:
                 raise StoreError(
-                    f"{self.url}: {self._endpoint} did not respond within {PROBE_S} s. {CHECK_CONNECTION}"
+                    f"{self.url}: {self._endpoint} did not respond within {PROBE_MAX_S} s. {CHECK_CONNECTION}"
                 )
 
         run_with_heartbeat(self._probe, check_time)
@@ -122,7 +122,7 @@ class ObjectStore:
         For example, web consoles create keys that end in `/` for folders, and some tools create keys with
         `/..`, which is unsafe in a file path.
         """
-        with self._explained(f"listing {under or 'the prefix'}"):
+        with self._explained_errors(f"listing {under or 'the prefix'}"):
             paginator = self._client().get_paginator("list_objects_v2")
             pages = paginator.paginate(Bucket=self._bucket, Prefix=self._prefix + under)
             keys = [item["Key"] for page in pages for item in page.get("Contents", ())]
@@ -134,31 +134,32 @@ class ObjectStore:
         Raises:
             StoreError: If the object is larger than `limit` bytes.
         """
-        with self._explained(f"reading {key}", absent_is_fine=True):
+        with self._explained_errors(f"reading {key}", allows_absent=True):
             return self._read_body(key, limit)
         return None
 
     def write(self, key: str, content: bytes) -> None:
         """Create or replace a small object."""
-        with self._explained(f"writing {key}"):
-            self._put_object(Body=content, **self._location(key))
+        with self._explained_errors(f"writing {key}"):
+            self._put_object(Body=content, **self._bucket_and_key(key))
 
     def _put_object(self, **request: Any) -> None:
         """Write an object, with a checksum if the store requires one (for example for object retention)."""
         try:
             self._client().put_object(**request)
         except Exception as error:
-            if not self._begins_checksums(error):
+            if not self._enable_checksums(error):
                 raise
             self._client().put_object(**request)
 
-    def _begins_checksums(self, error: Exception) -> bool:
+    def _enable_checksums(self, error: Exception) -> bool:
         """Return True if the error means that the store requires checksums. Later requests include them."""
         code, status, message = _response_facts(error)
-        if self._has_checksums or status != 400 or not re.search("md5|checksum|digest", code + message, re.I):
+        is_refusal = status == 400 and re.search("md5|checksum|digest", code + message, re.I)
+        if self._sends_checksums or not is_refusal:
             return False
         log.info(CHECKSUMS_SENT)
-        self._has_checksums = True
+        self._sends_checksums = True
         self._clients.clear()
         return True
 
@@ -170,32 +171,32 @@ class ObjectStore:
         created the object. On a store without conditional writes, this method checks whether the object
         exists, writes it, and logs a warning once.
         """
-        for attempt in range(ATTEMPTS if self._conditional else 0):
+        for attempt in range(MAX_ATTEMPTS if self._supports_conditional_writes else 0):
             time.sleep(BACKOFF_S * attempt)
-            with self._explained(f"creating {key}"):
+            with self._explained_errors(f"creating {key}"):
                 client = self._client()
                 try:
-                    self._put_object(**self._location(key), Body=content, IfNoneMatch="*")
+                    self._put_object(**self._bucket_and_key(key), Body=content, IfNoneMatch="*")
                     return True
                 except client.exceptions.ClientError as error:
                     code, status, _ = _response_facts(error)
                     if status == 412:  # the object exists
-                        repeated = error.response["ResponseMetadata"].get("RetryAttempts", 0) > 0
-                        return repeated and self.read(key, max(len(content), 2**20)) == content
+                        was_retried = error.response["ResponseMetadata"].get("RetryAttempts", 0) > 0
+                        return was_retried and self.read(key, max(len(content), 2**20)) == content
                     if status == 501 or (status == 400 and code in ("InvalidArgument", "InvalidRequest")):
                         self._warn_not_conditional()
                         break
                     if status != 409:  # 409 means that a concurrent write is in progress and may still fail
                         raise
-        if self._conditional or self.size_and_etag(key) is not None:
+        if self._supports_conditional_writes or self.size_and_etag(key) is not None:
             return False
         self.write(key, content)
         return True
 
     def _warn_not_conditional(self) -> None:
-        if self._conditional:
-            log.warning(NOT_CONDITIONAL)
-        self._conditional = False
+        if self._supports_conditional_writes:
+            log.warning(NO_CONDITIONAL_WRITES)
+        self._supports_conditional_writes = False
 
     def upload(self, path: Path, key: str) -> None:
         """Upload a file. Files larger than PART_BYTES are sent as multipart uploads.
@@ -210,22 +211,22 @@ class ObjectStore:
         config = TransferConfig(
             multipart_threshold=PART_BYTES + 1,
             multipart_chunksize=PART_BYTES,
-            max_concurrency=STREAMS,
+            max_concurrency=MAX_STREAMS,
             preferred_transfer_client="classic",  # because boto3's CRT client ignores the endpoint
         )
-        with self._explained(f"uploading {key}"):
+        with self._explained_errors(f"uploading {key}"):
             for attempt in range(3):
                 client = self._client()
                 try:
                     with create_transfer_manager(client, config) as manager:
-                        manager.upload(str(path), *self._location(key).values()).result()
+                        manager.upload(str(path), *self._bucket_and_key(key).values()).result()
                     return
                 except client.exceptions.ClientError as error:
                     # After NoSuchUpload, the stored object may be this file or an older version of it.
                     # The error means that the last request's response was lost, and that the repeated request
                     # found no upload to complete.
                     is_lost = isinstance(error, client.exceptions.NoSuchUpload) and attempt == 0
-                    if not (is_lost or self._begins_checksums(error)):
+                    if not (is_lost or self._enable_checksums(error)):
                         raise
 
     def download(self, key: str, path: Path, size: int, heartbeat: Callable[[], None] = lambda: None) -> None:
@@ -242,22 +243,22 @@ class ObjectStore:
             OSError: If the file can't be written.
         """
 
-        def work() -> None:
-            current = self.size_and_etag(key)
-            if current is None or current[0] != size:
-                fault = "does not exist" if current is None else f"has {current[0]:,} bytes"
+        def write_parts() -> None:
+            size_and_tag = self.size_and_etag(key)
+            if size_and_tag is None or size_and_tag[0] != size:
+                fault = "does not exist" if size_and_tag is None else f"has {size_and_tag[0]:,} bytes"
                 raise WrongSize(
                     f"{self.url}/{key} {fault}, but an object of {size:,} bytes is expected. Use a different"
                     " copy of the data"
                 )
-            for piece in self.stream(key, size, current[1]):
+            for part in self.stream(key, size, size_and_tag[1]):
                 # Writing fails after the file is closed. This error ends the thread if the caller has
                 # returned early.
-                file.write(piece)
+                file.write(part)
 
         try:
             with open(path, "wb") as file:
-                run_with_heartbeat(work, heartbeat)
+                run_with_heartbeat(write_parts, heartbeat)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
@@ -267,46 +268,46 @@ class ObjectStore:
 
         The ETag changes when the object is replaced.
         """
-        with self._explained(f"looking for {key}", absent_is_fine=True):
-            answer = self._client().head_object(**self._location(key))
-            return answer["ContentLength"], answer.get("ETag")
+        with self._explained_errors(f"looking for {key}", allows_absent=True):
+            response = self._client().head_object(**self._bucket_and_key(key))
+            return response["ContentLength"], response.get("ETag")
         return None
 
     def stream(self, key: str, size: int, etag: str | None, start: int = 0) -> Iterator[bytes]:
         """Yield the bytes of an object from `start` as a small first piece, followed by pieces of PART_BYTES.
 
-        Up to STREAMS pieces are prefetched, and each piece is requested up to ATTEMPTS times.
+        Up to MAX_STREAMS pieces are prefetched, and each piece is requested up to MAX_ATTEMPTS times.
         """
         # Don't use s3transfer, because it can't yield bytes and repeats botocore's retries five times.
-        pending: deque[Future[bytes]] = deque()
-        starts = [start, *range(start + FIRST_BYTES, size, PART_BYTES)] if start < size else []
-        for index, (begin, end) in enumerate(zip(starts, [*starts[1:], size], strict=False)):
-            pending.append(start_daemon(partial(self._read_piece, key, begin, end, etag)))
-            if index == 0 or len(pending) == STREAMS:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+        pending_parts: deque[Future[bytes]] = deque()
+        part_starts = [start, *range(start + FIRST_PART_BYTES, size, PART_BYTES)] if start < size else []
+        for index, (begin, end) in enumerate(zip(part_starts, [*part_starts[1:], size], strict=False)):
+            pending_parts.append(start_daemon(partial(self._read_part, key, begin, end, etag)))
+            if index == 0 or len(pending_parts) == MAX_STREAMS:
+                yield pending_parts.popleft().result()
+        while pending_parts:
+            yield pending_parts.popleft().result()
 
-    def _read_piece(self, key: str, begin: int, end: int, etag: str | None) -> bytes:
+    def _read_part(self, key: str, begin: int, end: int, etag: str | None) -> bytes:
         condition = {"IfMatch": etag} if etag else {}
-        with self._explained(f"reading {key}"):
+        with self._explained_errors(f"reading {key}"):
             return self._read_body(key, end - begin, Range=f"bytes={begin}-{end - 1}", **condition)
 
     def _read_body(self, key: str, limit: int, **request: str) -> bytes:
-        """Read an object or a byte range. Make up to ATTEMPTS requests if connections break."""
-        for attempt in range(ATTEMPTS):
+        """Read an object or a byte range. Make up to MAX_ATTEMPTS requests if connections break."""
+        for attempt in range(MAX_ATTEMPTS):
             time.sleep(BACKOFF_S * attempt)
-            answer = self._client().get_object(**self._location(key), **request)
-            if answer["ContentLength"] > limit:
-                answer["Body"].close()
+            reply = self._client().get_object(**self._bucket_and_key(key), **request)
+            if reply["ContentLength"] > limit:
+                reply["Body"].close()
                 raise StoreError(
-                    f"{self.url}/{key} has {answer['ContentLength']:,} bytes, but at most {limit:,} bytes are"
+                    f"{self.url}/{key} has {reply['ContentLength']:,} bytes, but at most {limit:,} bytes are"
                     " expected. The object was replaced, or the store ignores byte ranges"
                 )
             try:
-                return answer["Body"].read()
+                return reply["Body"].read()
             except Exception:  # botocore and urllib3 raise various errors for a lost or silent connection
-                if attempt == ATTEMPTS - 1:
+                if attempt == MAX_ATTEMPTS - 1:
                     raise
         raise AssertionError("unreachable: the last attempt returns or raises an error")
 
@@ -316,10 +317,10 @@ class ObjectStore:
         Each request deletes only one object, because some stores require Content-MD5 for bulk requests.
         """
         for key in keys:
-            with self._explained(f"deleting {key}", absent_is_fine=True):
-                self._client().delete_object(**self._location(key))
+            with self._explained_errors(f"deleting {key}", allows_absent=True):
+                self._client().delete_object(**self._bucket_and_key(key))
 
-    def _location(self, key: str) -> dict[str, str]:
+    def _bucket_and_key(self, key: str) -> dict[str, str]:
         """Return the boto3 arguments that identify an object.
 
         Raise StoreError if the key is a folder or unsafe.
@@ -335,13 +336,13 @@ class ObjectStore:
         """Return this process's client. If two threads each create a client, only one is kept."""
         client = self._clients.get(os.getpid())
         if client is None:
-            client, self._secrets = _connect(self._has_checksums)
+            client, self._secrets = _connect(self._sends_checksums)
             self._clients[os.getpid()] = client
             self._endpoint = client.meta.endpoint_url.partition("?")[0]
         return client
 
     @contextmanager
-    def _explained(self, doing: str, absent_is_fine: bool = False) -> Iterator[None]:
+    def _explained_errors(self, operation: str, allows_absent: bool = False) -> Iterator[None]:
         """Convert boto3's errors in the context to StoreErrors with explanations."""
         from botocore.exceptions import BotoCoreError, ClientError
         from urllib3.exceptions import HTTPError
@@ -349,13 +350,13 @@ class ObjectStore:
         try:
             yield
         except (BotoCoreError, ClientError, HTTPError) as error:
-            if absent_is_fine and _response_facts(error)[0] in ("NoSuchKey", "NotFound", "404"):
+            if allows_absent and _response_facts(error)[0] in ("NoSuchKey", "NotFound", "404"):
                 return
             reason = _explain(error, self._endpoint, self._secrets)
             # A new client reads the credentials again and starts with a full retry quota.
             self._clients.pop(os.getpid(), None)
             # Don't chain the errors, because the traceback may show the output of credential helpers.
-            raise StoreError(f"{doing} at {self.url} failed: {reason}") from None
+            raise StoreError(f"{operation} at {self.url} failed: {reason}") from None
 
 
 def _is_plain(key: str) -> bool:
@@ -383,8 +384,9 @@ def _connect(has_checksums: bool) -> tuple["BaseClient", tuple[str, ...]]:
         options["request_checksum_calculation"] = "when_supported"
     retries: dict[str, Any] = {"mode": os.environ.get("AWS_RETRY_MODE", "standard")}
     if "AWS_MAX_ATTEMPTS" not in os.environ:
-        retries["total_max_attempts"] = ATTEMPTS
-    config = Config(connect_timeout=CONNECT_S, read_timeout=READ_S, retries=retries, **options)
+        retries["total_max_attempts"] = MAX_ATTEMPTS
+    options |= {"connect_timeout": CONNECT_TIMEOUT_S, "read_timeout": READ_TIMEOUT_S}
+    config = Config(retries=retries, **options)
     session = boto3.session.Session()
     # Requests can't be signed without a region. AWS redirects requests to the correct region, and other
     # stores accept any region.
@@ -423,9 +425,9 @@ def _explain(error: Exception, endpoint: str, secrets_: Iterable[str]) -> str:
         remedies = yaml.safe_load(Path(__file__).with_name("s3_remedies.yaml").read_text())
         remedy = next((known_remedy for codes, known_remedy in remedies.items() if code in codes.split()), "")
         if not remedy and status >= 500:
-            remedy = f"the store failed or was busy in all {ATTEMPTS} attempts. Try again later"
-        answer = f"{redacted(code, secrets_)} ({status}): {redacted(message, secrets_)}"
-        return f"{answer}; {remedy}" if remedy else answer
+            remedy = f"the store failed or was busy in all {MAX_ATTEMPTS} attempts. Try again later"
+        store_error = f"{redacted(code, secrets_)} ({status}): {redacted(message, secrets_)}"
+        return f"{store_error}; {remedy}" if remedy else store_error
     error_name = type(error).__name__
     if isinstance(error, boto_errors.NoCredentialsError):
         return (
@@ -452,8 +454,8 @@ def _explain(error: Exception, endpoint: str, secrets_: Iterable[str]) -> str:
     )
     if isinstance(error, connection_errors):
         reason = redacted(str(getattr(error, "kwargs", {}).get("error", "")).rpartition(": ")[2], secrets_)
-        cause = f"{error_name}: {reason}" if reason else error_name
-        failure = f"{endpoint} did not send a complete response in {ATTEMPTS} attempts ({cause})"
+        error_cause = f"{error_name}: {reason}" if reason else error_name
+        failure = f"{endpoint} did not send a complete response in {MAX_ATTEMPTS} attempts ({error_cause})"
         return f"{failure}. {CHECK_CONNECTION}"
     return (
         f"boto3 could not use the AWS credentials or configuration ({error_name}). Test them with `aws s3 ls`"

@@ -90,18 +90,18 @@ def numbered(name: str) -> Iterator[str]:
     yield from (f"{name}-{number}" for number in count(2))
 
 
-def natural(text: object) -> list[Any]:
+def natural_sort_key(text: object) -> list[Any]:
     """Return a sort key that compares numbers in names by value, so that 128 is sorted after 64."""
     return [[int(part) if part.isdecimal() else 0, part] for part in re.split(r"(\d+)", str(text))]
 
 
 def some_of(names: Sequence[object], most: int = 10) -> str:
     """Join the first `most` names, escaped by printable(), and add the number of remaining names."""
-    remainder = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(printable, names[:most])) + remainder
+    more_names = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(printable, names[:most])) + more_names
 
 
-def ending(text: str, length: int) -> str:
+def text_ending(text: str, length: int) -> str:
     """Return a text of at most `length` characters, or `...` and the end of a longer text."""
     return text if len(text) <= length else f"...{text[3 - length :]}"
 

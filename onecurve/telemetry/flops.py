@@ -24,7 +24,7 @@ from onecurve.flags.recipe import ImageRecipe, Recipe
 from onecurve.system.output import log
 from onecurve.system.paths import shortest
 
-TABLE = Path(__file__).with_name("devices.yaml")
+DEVICES_FILE = Path(__file__).with_name("devices.yaml")
 
 
 @dataclass(frozen=True)
@@ -46,23 +46,23 @@ def known_devices() -> tuple[Device, ...]:
     """Return the entries of devices.yaml."""
     import yaml
 
-    return tuple(Device(name, **row) for name, row in yaml.safe_load(TABLE.read_text()).items())
+    return tuple(Device(name, **row) for name, row in yaml.safe_load(DEVICES_FILE.read_text()).items())
 
 
 def find_device(name: str) -> Device | None:
     """Return the entry for a device name from torch, or None if devices.yaml does not contain the device."""
-    rows = (device for device in known_devices() if f"{name}-".startswith(f"{device.name}-"))
-    return max(rows, key=lambda device: len(device.name), default=None)
+    matching_devices = (device for device in known_devices() if f"{name}-".startswith(f"{device.name}-"))
+    return max(matching_devices, key=lambda device: len(device.name), default=None)
 
 
-def flops_per_image(build: Callable[[], nn.Module], size: int) -> float:
+def flops_per_image(build_model: Callable[[], nn.Module], image_size: int) -> float:
     """Count the operations in a forward and backward pass for one image of size x size pixels.
 
-    `build` is a function that returns the model. The function runs on the meta device, so no memory is
+    `build_model` is a function that returns the model. The function runs on the meta device, so no memory is
     allocated for weights, and no operations are executed.
     """
     with torch.device("meta"):
-        model, images = build(), torch.zeros(2, 3, size, size)
+        model, images = build_model(), torch.zeros(2, 3, image_size, image_size)
     with FlopCounterMode(display=False) as counter:
         model(images).sum().backward()
     return counter.get_total_flops() / len(images)
@@ -75,7 +75,7 @@ class Utilisation:
     flops_per_image: float
     peak_flops: float | None  # Sum over the devices of all processes. None if a device is unknown
 
-    def pct(self, images_per_s: float) -> float | None:
+    def mfu_pct(self, images_per_s: float) -> float | None:
         """Return the MFU in percent, or None if the peak performance is unknown."""
         return 100 * images_per_s * self.flops_per_image / self.peak_flops if self.peak_flops else None
 
@@ -101,24 +101,24 @@ def utilisation(recipe: Recipe, classes: int, devices: list[str], precision: str
         if field.name in weight_flags:
             object.__setattr__(untrained_recipe, field.name, switched_off(field))
     try:
-        flops = flops_per_image(partial(build_model, untrained_recipe, classes), recipe.image_size)
+        flops_of_image = flops_per_image(partial(build_model, untrained_recipe, classes), recipe.image_size)
     except Exception as error:  # Models may raise many types of errors
         log.info(f"the operations of the model can't be counted: {type(error).__name__}: {error}")
         return None
-    return Utilisation(flops, total_peak(devices, precision))
+    return Utilisation(flops_of_image, total_peak_flops(devices, precision))
 
 
-def total_peak(devices: list[str], precision: str) -> float | None:
+def total_peak_flops(devices: list[str], precision: str) -> float | None:
     """Return the total peak performance of the devices, or log unknown GPUs and return None."""
-    peaks = {name: peak_flops(name, precision) for name in dict.fromkeys(devices)}
-    if unknown := [name for name, peak in peaks.items() if peak is None]:
-        if not unknown[0].startswith("CPU"):
+    flops_by_device = {name: peak_flops(name, precision) for name in dict.fromkeys(devices)}
+    if unknown_devices := [name for name, device_flops in flops_by_device.items() if device_flops is None]:
+        if not unknown_devices[0].startswith("CPU"):
             log.info(
-                f"the MFU is unknown, because {shortest(TABLE)} contains no peak performance of"
-                f" {', '.join(unknown)} in this precision"
+                f"the MFU is unknown, because {shortest(DEVICES_FILE)} contains no peak performance of"
+                f" {', '.join(unknown_devices)} in this precision"
             )
         return None
-    return sum(peaks[name] or 0.0 for name in devices)
+    return sum(flops_by_device[name] or 0.0 for name in devices)
 
 
 def peak_flops(name: str, precision: str) -> float | None:
@@ -132,5 +132,5 @@ def peak_flops(name: str, precision: str) -> float | None:
     fp32 = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"
     dtype = fp32 if precision == "no" else precision
     # A device without TF32 units computes in fp32 instead.
-    peaks = {} if device is None else {"tf32": device.peaks["fp32"]} | device.peaks
-    return 1e12 * peaks[dtype] if dtype in peaks else None
+    tflops_by_dtype = {} if device is None else {"tf32": device.peaks["fp32"]} | device.peaks
+    return 1e12 * tflops_by_dtype[dtype] if dtype in tflops_by_dtype else None

@@ -14,10 +14,10 @@ from onecurve.numerics.order import Steps
 from onecurve.system.files import discard, write_text
 from onecurve.system.output import log
 
-STEPS = 3  # Number of profiled steps
+PROFILED_STEPS = 3  # Number of profiled steps
 # Name of the subfolder in the run folder, and names of its two files
-FOLDER, TRACE, TABLE = "profile", "trace.json.gz", "table.txt"
-ROWS = 50  # Maximum number of operators in the table
+PROFILE_FOLDER, TRACE_FILE, TABLE_FILE = "profile", "trace.json.gz", "table.txt"
+TABLE_ROWS = 50  # Maximum number of operators in the table
 
 
 def begin_profile(device: torch.device, first: int, steps: Steps, folder: Path | None) -> "Profile | None":
@@ -32,10 +32,10 @@ def begin_profile(device: torch.device, first: int, steps: Steps, folder: Path |
     Raises:
         ValueError: If the run ends before the last profiled step. All processes raise this error.
     """
-    if first + STEPS - 1 > steps.last:
+    if first + PROFILED_STEPS - 1 > steps.last:
         raise ValueError(
-            f"--profile {first} needs {STEPS} steps from step {first:,}, but the run ends at step"
-            f" {steps.last:,}. Specify --profile {steps.last - STEPS + 1} or less"
+            f"--profile {first} needs {PROFILED_STEPS} steps from step {first:,}, but the run ends at"
+            f" step {steps.last:,}. Specify --profile {steps.last - PROFILED_STEPS + 1} or less"
         )
     if folder and steps.first >= first:
         log.info(f"no new profile is recorded, because the run resumes after step {first:,}")
@@ -55,11 +55,12 @@ class Profile:
         folder: Folder of the run.
     """
 
-    def __init__(self, device: torch.device, first: int, done: int, folder: Path):
-        self.first, self.skipped, self.folder = first, first - 1 - done, folder / FOLDER
-        self.left = self.skipped + STEPS  # Number of steps until the profile is written
-        self.on_gpu = device.type == "cuda"
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]
+    def __init__(self, device: torch.device, first_step: int, done_steps: int, folder: Path):
+        self.first_step, self.folder = first_step, folder / PROFILE_FOLDER
+        self.skipped_steps = first_step - 1 - done_steps
+        self.steps_left = self.skipped_steps + PROFILED_STEPS  # Number of steps until the profile is written
+        self.is_on_gpu = device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.is_on_gpu else [])]
         self.profiler = profile(
             activities=activities, schedule=self._action_at, on_trace_ready=self._write_files
         )
@@ -71,30 +72,29 @@ class Profile:
         After the last profiled step, this method writes the profile. Call this method before the step is
         logged.
         """
-        if self.left:
-            self.left -= 1
+        if self.steps_left:
+            self.steps_left -= 1
             self.profiler.step()
 
     def _action_at(self, step: int) -> ProfilerAction:
         """Return the profiler's action for a step, counted from 0 in this process."""
-        profiled_step = step - self.skipped  # 0 for the first profiled step
-        if profiled_step == STEPS - 1:
+        profiled_step = step - self.skipped_steps  # 0 for the first profiled step
+        if profiled_step == PROFILED_STEPS - 1:
             return ProfilerAction.RECORD_AND_SAVE
-        return ProfilerAction.RECORD if 0 <= profiled_step < STEPS else ProfilerAction.NONE
+        return ProfilerAction.RECORD if 0 <= profiled_step < PROFILED_STEPS else ProfilerAction.NONE
 
     def _write_files(self, profiler: profile) -> None:
         """Write the trace and the table. An error is logged but does not end training."""
         try:
             self.folder.mkdir(exist_ok=True)
-            discard(self.folder / TRACE)  # The profiler would follow a symbolic link
-            profiler.export_chrome_trace(str(self.folder / TRACE))
-            sort_by = f"self_{'device' if self.on_gpu else 'cpu'}_time_total"
-            write_text(
-                self.folder / TABLE, profiler.key_averages().table(sort_by=sort_by, row_limit=ROWS) + "\n"
-            )
-            steps = f"{self.first:,} to {self.first + STEPS - 1:,}"
+            discard(self.folder / TRACE_FILE)  # The profiler would follow a symbolic link
+            profiler.export_chrome_trace(str(self.folder / TRACE_FILE))
+            sort_by = f"self_{'device' if self.is_on_gpu else 'cpu'}_time_total"
+            table = profiler.key_averages().table(sort_by=sort_by, row_limit=TABLE_ROWS)
+            write_text(self.folder / TABLE_FILE, f"{table}\n")
+            steps = f"{self.first_step:,} to {self.first_step + PROFILED_STEPS - 1:,}"
             log.info(
-                f"the profile of steps {steps} is in {self.folder / TRACE}. Open this file in"
+                f"the profile of steps {steps} is in {self.folder / TRACE_FILE}. Open this file in"
                 " https://ui.perfetto.dev"
             )
         except Exception as error:  # The disk or the profiler may cause many types of errors

@@ -41,15 +41,15 @@ from onecurve.system.output import log
 from onecurve.system.processes import own_age_s
 from onecurve.system.text import numbered
 from onecurve.system.threads import lower_priority
-from onecurve.telemetry.summary import GPU_NUMBERS, HOST_NUMBERS, HostSummary, summarize
+from onecurve.telemetry.summary import GPU_MEASUREMENTS, HOST_MEASUREMENTS, HostSummary, summarize
 
 Item = TypeVar("Item")
-STOP_S = 2  # Maximum number of seconds that the end of a run waits for a busy sampler
+STOP_TIMEOUT_S = 2  # Maximum number of seconds that the end of a run waits for a busy sampler
 NVIDIA_SMI_S = 30  # Timeout of nvidia-smi in seconds
-SHORTEST_S = 0.1  # Minimum seconds between two samples for a meaningful CPU utilisation
+MIN_SAMPLE_S = 0.1  # Minimum seconds between two samples for a meaningful CPU utilisation
 MIB, GIB = 2**20, 2**30
 # Names of throttle reasons in nvidia-smi, except the reason that an idle GPU reports
-THROTTLE = (
+THROTTLE_REASONS = (
     "applications_clocks_setting",
     "sw_power_cap",
     "hw_slowdown",
@@ -125,11 +125,11 @@ class Telemetry:
         before_s: float = 0.0,
     ):
         self.folder, self.interval_s, self.step, self.before_s = folder, interval_s, step, before_s
-        self.middle = steps // 2
-        self.reported: set[str] = set()
-        self.unsent: deque[tuple[str, str]] = deque()  # (file name, text), not used on the main process
+        self.middle_step = steps // 2
+        self.reported_problems: set[str] = set()
+        self.unsent_texts: deque[tuple[str, str]] = deque()  # (file name, text), not used on the main process
         # Samples for the trackers, only on the main process
-        self.unlogged: deque[dict[str, Any]] = deque()
+        self.unlogged_samples: deque[dict[str, Any]] = deque()
         self.stopped, self.thread = threading.Event(), None
         host = next((host for host in sampled_hosts(processes) if host.first_rank == rank), None)
         if host and interval_s:
@@ -140,31 +140,31 @@ class Telemetry:
         """Take a last sample, and end the sampling thread."""
         self.stopped.set()
         if self.thread:
-            self.thread.join(STOP_S)
+            self.thread.join(STOP_TIMEOUT_S)
 
     def take(self) -> list[tuple[str, str]]:
         """Return the (file name, text) pairs since the last call, which the main process writes to files."""
-        return _drained(self.unsent)
+        return _drained(self.unsent_texts)
 
-    def append(self, pieces: list[tuple[str, str]]) -> None:
+    def append(self, named_texts: list[tuple[str, str]]) -> None:
         """Write the (file name, text) pairs from other processes. Only the main process calls this method."""
         try:
-            for name, text in pieces:
+            for name, text in named_texts:
                 self._write_text(name, text)
         except OSError as error:
-            self._complain(str(error))
+            self._warn_once(str(error))
 
     def means(self) -> dict[str, float]:
         """Return {`telemetry/<name>`: mean since the last call} for the main process's host."""
-        series: defaultdict[str, list[float]] = defaultdict(list)
-        for sample in _drained(self.unlogged):
-            sources: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [("", HOST_NUMBERS, sample)]
-            sources += [(f"gpu{gpu['index']}_", GPU_NUMBERS, gpu) for gpu in sample.get("gpus", [])]
+        values_by_name: defaultdict[str, list[float]] = defaultdict(list)
+        for sample in _drained(self.unlogged_samples):
+            sources: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [("", HOST_MEASUREMENTS, sample)]
+            sources += [(f"gpu{gpu['index']}_", GPU_MEASUREMENTS, gpu) for gpu in sample.get("gpus", [])]
             for prefix, names, measurements in sources:
                 for name in names:
                     if measurements[name] is not None:
-                        series[f"telemetry/{prefix}{name}"].append(measurements[name])
-        return {name: fmean(numbers) for name, numbers in series.items()}
+                        values_by_name[f"telemetry/{prefix}{name}"].append(measurements[name])
+        return {name: fmean(measured_values) for name, measured_values in values_by_name.items()}
 
     def summaries(self) -> list[HostSummary]:
         """Return a summary for each host over all starts. Only the main process calls this method."""
@@ -174,7 +174,7 @@ class Telemetry:
             try:
                 summaries.append(summarize(file))
             except (OSError, ValueError) as error:
-                self._complain(str(error))
+                self._warn_once(str(error))
         return summaries
 
     def _sample_host(self, host: SampledHost) -> None:
@@ -184,22 +184,22 @@ class Telemetry:
         """
         lower_priority()
         try:
-            meter, gpus = HostMeter(), open_gpus(list(host.gpus), self._complain)
+            meter, gpus = HostMeter(), open_gpus(list(host.gpus), self._warn_once)
             self._write_header(host)
             self._log_nvidia_smi(host)
-            is_past_middle = self.step() >= self.middle
-            while not (is_last := self.stopped.wait(self.interval_s)) or meter.age_s() > SHORTEST_S:
+            is_past_middle = self.step() >= self.middle_step
+            while not (is_last := self.stopped.wait(self.interval_s)) or meter.age_s() > MIN_SAMPLE_S:
                 sample: dict[str, Any] = {"t": round(time.time(), 3), "step": self.step(), **meter.sample()}
                 if gpus:
                     sample["gpus"] = [gpu.sample() for gpu in gpus]
-                self._write_line(host, sample)
+                self._write_entry(host, sample)
                 if is_last:
                     break
-                if not is_past_middle and self.step() >= self.middle:
+                if not is_past_middle and self.step() >= self.middle_step:
                     is_past_middle = True
                     self._log_nvidia_smi(host)
         except Exception as error:  # An error in telemetry must not end training
-            self._complain(f"host {host.name} is no longer sampled ({error})")
+            self._warn_once(f"host {host.name} is no longer sampled ({error})")
 
     def _write_header(self, host: SampledHost) -> None:
         header = {
@@ -212,31 +212,31 @@ class Telemetry:
         }
         if self.folder:
             header |= {"before_s": round(self.before_s, 3), "age_s": round(own_age_s(), 3)}
-        self._write_line(host, header)
+        self._write_entry(host, header)
 
     def _log_nvidia_smi(self, host: SampledHost) -> None:
         if shutil.which("nvidia-smi") is None:
             return
         step, date = self.step(), time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         try:
-            finished = subprocess.run(
+            nvidia_smi = subprocess.run(
                 ["nvidia-smi", "-q"], capture_output=True, text=True, errors="replace", timeout=NVIDIA_SMI_S
             )
         except (OSError, subprocess.TimeoutExpired) as error:
-            self._complain(f"nvidia-smi did not respond on host {host.name} ({error})")
+            self._warn_once(f"nvidia-smi did not respond on host {host.name} ({error})")
             return
-        report = f"# nvidia-smi -q, step {step}, {date}\n{finished.stdout}{finished.stderr}\n"
+        report = f"# nvidia-smi -q, step {step}, {date}\n{nvidia_smi.stdout}{nvidia_smi.stderr}\n"
         self._write_text(f"nvidia-smi-{host.name}.txt", report)
 
-    def _write_line(self, host: SampledHost, line: dict[str, Any]) -> None:
-        self._write_text(f"telemetry-{host.name}.jsonl", json.dumps(line) + "\n")
-        if self.folder and "step" in line:
-            self.unlogged.append(line)
+    def _write_entry(self, host: SampledHost, entry: dict[str, Any]) -> None:
+        self._write_text(f"telemetry-{host.name}.jsonl", json.dumps(entry) + "\n")
+        if self.folder and "step" in entry:
+            self.unlogged_samples.append(entry)
 
     def _write_text(self, name: str, text: str) -> None:
         """Append the text to a file in the run folder, or keep it for the main process."""
         if not self.folder:
-            self.unsent.append((name, text))
+            self.unsent_texts.append((name, text))
             return
         with open_to_append(self.folder / name) as file:
             if file.tell():
@@ -245,9 +245,9 @@ class Telemetry:
                     file.write(b"\n")
             file.write(text.encode())
 
-    def _complain(self, problem: str) -> None:
-        if problem not in self.reported:
-            self.reported.add(problem)
+    def _warn_once(self, problem: str) -> None:
+        if problem not in self.reported_problems:
+            self.reported_problems.add(problem)
             log.info(f"the telemetry is incomplete: {problem}")
 
 
@@ -261,7 +261,7 @@ class HostMeter:
 
     def __init__(self) -> None:
         psutil.cpu_percent()  # The first value of cpu_percent() in a thread is meaningless
-        self.sampled_at, self.totals = time.monotonic(), _totals_mib()
+        self.sampled_at, self.io_totals_mib = time.monotonic(), _io_totals_mib()
 
     def age_s(self) -> float:
         """Return the seconds since the last sample."""
@@ -269,17 +269,17 @@ class HostMeter:
 
     def sample(self) -> dict[str, float | None]:
         """Return the host's utilisation since the last sample."""
-        elapsed_s, totals, memory = self.age_s(), _totals_mib(), psutil.virtual_memory()
-        rates = {
-            f"{name}_mib_s": total and round(max(0, total - (self.totals[name] or 0)) / elapsed_s, 3)
-            for name, total in totals.items()
+        elapsed_s, io_totals_mib, memory = self.age_s(), _io_totals_mib(), psutil.virtual_memory()
+        io_rates = {
+            f"{name}_mib_s": total and round(max(0, total - (self.io_totals_mib[name] or 0)) / elapsed_s, 3)
+            for name, total in io_totals_mib.items()
         }
-        self.sampled_at, self.totals = self.sampled_at + elapsed_s, totals
+        self.sampled_at, self.io_totals_mib = self.sampled_at + elapsed_s, io_totals_mib
         used_gib = round((memory.total - memory.available) / GIB, 3)
-        return {"cpu_pct": psutil.cpu_percent(), "memory_gib": used_gib, **rates}
+        return {"cpu_pct": psutil.cpu_percent(), "memory_gib": used_gib, **io_rates}
 
 
-def _totals_mib() -> dict[str, float | None]:
+def _io_totals_mib() -> dict[str, float | None]:
     """Return network and disk traffic in MiB since the host booted, without loopback interfaces and RDMA."""
     counters = [counter for name, counter in psutil.net_io_counters(pernic=True).items() if name != "lo"]
     try:
@@ -331,7 +331,7 @@ class Gpu:
             self.handle = nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
         self.reason_bits = {
             reason: getattr(nvml, f"nvmlClocksEventReason{reason.title().replace('_', '')}")
-            for reason in THROTTLE
+            for reason in THROTTLE_REASONS
         }
         self.first_mj = self._read_nvml("TotalEnergyConsumption")
 
@@ -340,20 +340,20 @@ class Gpu:
 
         `energy_wh` is the increase in the GPU's energy counter since this object was created.
         """
-        read = self._read_nvml
-        rates, memory, power_mw = map(read, ("UtilizationRates", "MemoryInfo", "PowerUsage"))
-        energy_mj, reason_mask = map(read, ("TotalEnergyConsumption", "CurrentClocksEventReasons"))
+        read_nvml = self._read_nvml
+        utilisation_rates, memory, power_mw = map(read_nvml, ("UtilizationRates", "MemoryInfo", "PowerUsage"))
+        energy_mj, reason_mask = map(read_nvml, ("TotalEnergyConsumption", "CurrentClocksEventReasons"))
         has_energy = energy_mj is not None and self.first_mj is not None
         reasons = None
         if reason_mask is not None:
             reasons = [reason for reason, bit in self.reason_bits.items() if reason_mask & bit]
         return {
             "index": self.index,
-            "utilisation_pct": rates and rates.gpu,
+            "utilisation_pct": utilisation_rates and utilisation_rates.gpu,
             "memory_gib": memory and round(memory.used / GIB, 3),
             "power_w": None if power_mw is None else power_mw / 1e3,
-            "temperature_c": read("Temperature", self.nvml.NVML_TEMPERATURE_GPU),
-            "sm_clock_mhz": read("ClockInfo", self.nvml.NVML_CLOCK_SM),
+            "temperature_c": read_nvml("Temperature", self.nvml.NVML_TEMPERATURE_GPU),
+            "sm_clock_mhz": read_nvml("ClockInfo", self.nvml.NVML_CLOCK_SM),
             "throttle": reasons,
             "energy_wh": round((energy_mj - self.first_mj) / 3.6e6, 4) if has_energy else None,
         }

@@ -7,7 +7,7 @@ from typing import TypedDict
 
 from onecurve.system.files import json_lines
 
-HOST_NUMBERS = (
+HOST_MEASUREMENTS = (
     "cpu_pct",
     "memory_gib",
     "net_sent_mib_s",
@@ -15,7 +15,7 @@ HOST_NUMBERS = (
     "disk_read_mib_s",
     "disk_written_mib_s",
 )
-GPU_NUMBERS = ("utilisation_pct", "memory_gib", "power_w", "temperature_c", "sm_clock_mhz")
+GPU_MEASUREMENTS = ("utilisation_pct", "memory_gib", "power_w", "temperature_c", "sm_clock_mhz")
 
 
 class HostSummary(TypedDict):
@@ -41,7 +41,7 @@ class HostSummary(TypedDict):
 
 
 @dataclass
-class Numbers:
+class MeasurementTotals:
     """Mean and maximum of a stream of numbers. The stream is not stored."""
 
     count: int = 0
@@ -61,24 +61,24 @@ class Numbers:
 
 
 @dataclass
-class Energy:
+class GpuEnergy:
     """Energy used by one GPU in one start. Without a counter on the GPU, the power is integrated."""
 
     counted_wh: float | None = None
     joules: float = 0.0
-    last: tuple[float, float] | None = None  # (time in s, power in W)
+    last_sample: tuple[float, float] | None = None  # (time in s, power in W)
 
-    def add(self, t: float, counted_wh: float | None, power_w: float | None) -> None:
+    def add(self, time_s: float, counted_wh: float | None, power_w: float | None) -> None:
         self.counted_wh = self.counted_wh if counted_wh is None else counted_wh
         if power_w is not None:
-            if self.last:
-                self.joules += (t - self.last[0]) * (power_w + self.last[1]) / 2
-            self.last = t, power_w
+            if self.last_sample:
+                self.joules += (time_s - self.last_sample[0]) * (power_w + self.last_sample[1]) / 2
+            self.last_sample = time_s, power_w
 
     @property
     def wh(self) -> float | None:
         """Energy in Wh, or None if the energy is unknown."""
-        return self.counted_wh if self.counted_wh is not None else self.last and self.joules / 3600
+        return self.counted_wh if self.counted_wh is not None else self.last_sample and self.joules / 3600
 
 
 def summarize(file: Path) -> HostSummary:
@@ -93,31 +93,31 @@ def summarize(file: Path) -> HostSummary:
     Raises:
         ValueError: If the file contains lines that are not telemetry.
     """
-    samples, gpus, starts = 0, 0, 0
-    measurements: dict[str, Numbers] = defaultdict(Numbers)
+    sample_count, gpu_count, start_count = 0, 0, 0
+    measurements: dict[str, MeasurementTotals] = defaultdict(MeasurementTotals)
     reasons: set[str] = set()
-    energies: dict[tuple[int, int], Energy] = defaultdict(Energy)  # {(start, GPU index): energy}
+    energies: dict[tuple[int, int], GpuEnergy] = defaultdict(GpuEnergy)  # {(start, GPU index): energy}
     try:
-        for line in json_lines(file):
-            if "host" in line:
-                starts, gpus = starts + 1, len(line["devices"])
+        for entry in json_lines(file):
+            if "host" in entry:
+                start_count, gpu_count = start_count + 1, len(entry["devices"])
                 continue
-            samples += 1
-            for name in HOST_NUMBERS:
-                measurements[name].add(line[name])
-            for gpu in line.get("gpus", []):
-                for name in GPU_NUMBERS:
+            sample_count += 1
+            for name in HOST_MEASUREMENTS:
+                measurements[name].add(entry[name])
+            for gpu in entry.get("gpus", []):
+                for name in GPU_MEASUREMENTS:
                     measurements[f"gpu_{name}"].add(gpu[name])
                 throttled_pct = None if gpu["throttle"] is None else 100 * bool(gpu["throttle"])
                 measurements["throttled"].add(throttled_pct)
                 reasons.update(gpu["throttle"] or ())
-                energies[starts, gpu["index"]].add(line["t"], gpu["energy_wh"], gpu["power_w"])
+                energies[start_count, gpu["index"]].add(entry["t"], gpu["energy_wh"], gpu["power_w"])
     except (KeyError, TypeError, AttributeError):
         raise ValueError(f"{file} contains lines that are not telemetry") from None
     return {
         "host": file.stem.removeprefix("telemetry-"),
-        "samples": samples,
-        "gpus": gpus,
+        "samples": sample_count,
+        "gpus": gpu_count,
         "utilisation_pct": measurements["gpu_utilisation_pct"].mean,
         "gpu_memory_gib": measurements["gpu_memory_gib"].largest,
         "power_w": measurements["gpu_power_w"].mean,
@@ -125,7 +125,7 @@ def summarize(file: Path) -> HostSummary:
         "sm_clock_mhz": measurements["gpu_sm_clock_mhz"].mean,
         "throttled_pct": measurements["throttled"].mean,
         "throttle": sorted(reasons),
-        "energy_wh": _total([energy.wh for energy in energies.values()]),
+        "energy_wh": _complete_sum([energy.wh for energy in energies.values()]),
         "cpu_pct": measurements["cpu_pct"].mean,
         "net_sent_mib_s": measurements["net_sent_mib_s"].mean,
         "net_received_mib_s": measurements["net_received_mib_s"].mean,
@@ -137,10 +137,10 @@ def summarize(file: Path) -> HostSummary:
 
 def energy_wh(summaries: list[HostSummary]) -> float | None:
     """Return all hosts' total energy in Wh, or None if there are no GPUs or a host's energy is unknown."""
-    return _total([host["energy_wh"] for host in summaries if host["gpus"]])
+    return _complete_sum([host["energy_wh"] for host in summaries if host["gpus"]])
 
 
-def _total(numbers: list[float | None]) -> float | None:
+def _complete_sum(values: list[float | None]) -> float | None:
     """Return the sum of the numbers, or None if the list is empty or contains None."""
-    measured = [number for number in numbers if number is not None]
-    return sum(measured) if measured and len(measured) == len(numbers) else None
+    measured_values = [value for value in values if value is not None]
+    return sum(measured_values) if measured_values and len(measured_values) == len(values) else None

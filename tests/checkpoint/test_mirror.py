@@ -103,8 +103,8 @@ def fetched(mirror: Mirror, parent: Path, lost=lambda: None, newest: int = -1) -
 @pytest.fixture
 def impatient(project_copy):
     """Copy the project and shorten its timeouts for unresponsive stores."""
-    mutate(project_copy, "onecurve/system/s3.py", "READ_S = 15", "READ_S = 3")
-    mutate(project_copy, "onecurve/system/files.py", "ATTEMPTS = 4", "ATTEMPTS = 2")
+    mutate(project_copy, "onecurve/system/s3.py", "READ_TIMEOUT_S = 15", "READ_TIMEOUT_S = 3")
+    mutate(project_copy, "onecurve/system/files.py", "MAX_ATTEMPTS = 4", "MAX_ATTEMPTS = 2")
     return project_copy
 
 

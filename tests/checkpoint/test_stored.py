@@ -34,7 +34,7 @@ def test_a_stored_run_continues_with_the_same_result(stored, tmp_path, cache):
     output = run([*argv[:-1], folder, *cache])
     assert "continuing at step 16" in output
     record = RunRecord(folder)
-    assert [start.about.get("step") for start in record.starts] == [None, 16]
+    assert [start.settings.get("step") for start in record.starts] == [None, 16]
     assert "started by an earlier version without records of starts" in run_page(record, "run", [])
     assert_same_losses(metrics(folder), metrics(stored))
     assert_same_tensors(folder, stored, tolerance=1e-5)

@@ -41,7 +41,7 @@ MUTANTS = {
     "preempt": [("onecurve/run/ending.py", "        ranks.flush()", "        pass")],
     "silence-s3": [
         ("onecurve/checkpoint/saver.py", "self.mirror.offer(step, best)\n", WAIT_FOR_UPLOAD),
-        ("onecurve/system/s3.py", "READ_S = 15 ", "READ_S = 999 "),
+        ("onecurve/system/s3.py", "READ_TIMEOUT_S = 15 ", "READ_TIMEOUT_S = 999 "),
     ],
 }
 

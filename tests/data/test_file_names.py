@@ -136,13 +136,13 @@ def test_the_report_contains_ids_and_names(tmp_path, monkeypatch):
     rows = {name: np.array(column) for name, column in rows.items()} | {"loss": np.ones(3)}
     rows["top"] = np.array([[1, 0], [1, 0], [0, 1]])
     measured = report.measure(rows, names.__getitem__, 2, tmp_path / "scratch") | {"classes": ["cat", "dog"]}
-    captions, draw = [], plots.image_sheet
+    captions, draw = [], plots.draw_image_sheet
 
     def image_sheet(path, images, texts, title):
         captions.extend(texts)
         draw(path, images, texts, title)
 
-    monkeypatch.setattr(plots, "image_sheet", image_sheet)
+    monkeypatch.setattr(plots, "draw_image_sheet", image_sheet)
     report.write_report(
         tmp_path / "out", measured, rows, names.__getitem__, np.zeros((3, 4, 4, 3), np.uint8), "title"
     )

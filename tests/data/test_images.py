@@ -596,7 +596,7 @@ class Flaky(CachedImages):
 
 
 @pytest.mark.parametrize(
-    ("number", "workers"), [*product(files.TRANSIENT, [0]), (errno.ESTALE, 2), (errno.EACCES, 0)]
+    ("number", "workers"), [*product(files.TRANSIENT_ERRORS, [0]), (errno.ESTALE, 2), (errno.EACCES, 0)]
 )
 def test_transient_errors_of_a_network_mount_are_retried(number, workers, tmp_path, monkeypatch, capfd):
     root = class_folders(tmp_path / "data")

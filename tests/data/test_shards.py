@@ -36,7 +36,7 @@ from onecurve.data.splits import ShardSplit
 from onecurve.data.workers import decoded
 from onecurve.flags.recipe import ImageRecipe, share_out
 from onecurve.numerics.order import stream_order, training_plan
-from onecurve.run.ending import explained
+from onecurve.run.ending import explained_error
 from tests.conftest import ROOT, Job, accelerate, lines, python, result, rows_of, run
 from tests.support.data_sets import CLASSES, class_folders, jpeg, opened, png, write_manifest, write_shards
 
@@ -480,7 +480,7 @@ def test_a_change_is_advised_only_if_the_run_can_resume(folder, logged, newest, 
     recipe, state = ImageRecipe(output_dir=folder), SimpleNamespace(logged_step=logged)
     ranks = SimpleNamespace(recipe=recipe, state=state, newest=newest)
     error = ValueError(f"a.jpg: broken{workers.BROKEN_IMAGE_ADVICE[True]}")
-    message = str(explained(error, None, None, ranks))
+    message = str(explained_error(error, None, None, ranks))
     assert message.endswith(" --allow_changed on_bad_image") == resumes
 
 

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from onecurve.distributed import accelerator, devices, precision
 from onecurve.distributed.devices import check_devices
 from onecurve.flags.recipe import share_out
-from onecurve.run.ending import is_out_of_memory, out_of_memory
+from onecurve.run.ending import is_out_of_memory, out_of_memory_message
 from onecurve.system.processes import Parent
 
 
@@ -154,12 +154,14 @@ def test_an_error_that_does_not_mention_memory_is_quoted():
     """Check that the message quotes an error that may not be a memory error, such as an unsupported type."""
     batch, on_cpu = share_out(64, 32, 1), Accelerator(cpu=True)
     error = RuntimeError("GET was unable to find an engine to execute this computation\nC++ stack")
-    message = out_of_memory(on_cpu, batch, error)
+    message = out_of_memory_message(on_cpu, batch, error)
     assert message.startswith("out of memory on CPU")
     assert "Try --per_device_batch_size 16" in message
     assert message.endswith(". The error was: GET was unable to find an engine to execute this computation")
-    assert "The error was" not in out_of_memory(on_cpu, batch, RuntimeError("CUDA error: out of memory"))
-    assert "The error was" not in out_of_memory(on_cpu, batch, MemoryError())
+    assert "The error was" not in out_of_memory_message(
+        on_cpu, batch, RuntimeError("CUDA error: out of memory")
+    )
+    assert "The error was" not in out_of_memory_message(on_cpu, batch, MemoryError())
 
 
 def test_no_more_threads_than_cores(monkeypatch):

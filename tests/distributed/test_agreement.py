@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from onecurve.distributed import agreement
 from onecurve.distributed.channel import Channel
-from onecurve.flags.fields import facts_of
+from onecurve.flags.fields import flag_facts_of
 from onecurve.flags.recipe import agreed_part, parse
 from onecurve.models.script import load_script, recipe_class
 from onecurve.system.processes import is_alive
@@ -54,7 +54,7 @@ def test_a_difference_in_any_flag_is_reported_on_all_ranks(script, monkeypatch):
     recipe = parse(recipe_class(load_script(ROOT / f"{script}.py")), [])
     names = [field.name for field in dataclasses.fields(recipe)]
     unreported = [name for name in names if name not in disagreement(recipe, name, monkeypatch)]
-    assert unreported == [name for name in names if facts_of(type(recipe))[name].per_host]
+    assert unreported == [name for name in names if flag_facts_of(type(recipe))[name].per_host]
 
 
 def disagreement(recipe, name: str, monkeypatch) -> str:

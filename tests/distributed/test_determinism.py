@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onecurve.distributed.devices import choose_algorithms
-from onecurve.run.ending import explained
+from onecurve.run.ending import explained_error
 from tests.conftest import CNN, RESNET, VIT, result, run
 from tests.support.faults import called_first
 
@@ -97,5 +97,5 @@ def test_an_operation_without_a_deterministic_form_is_reported():
         "upsample_bilinear2d_backward_out_cuda does not have a deterministic implementation, but you set"
         " 'torch.use_deterministic_algorithms(True)'. You can turn off determinism just for this operation"
     )
-    mistake = explained(error, None, None, None)
+    mistake = explained_error(error, None, None, None)
     assert str(mistake).startswith("--deterministic: upsample_bilinear2d_backward_out_cuda has no determin")

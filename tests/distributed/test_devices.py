@@ -16,7 +16,7 @@ from onecurve.distributed.channel import Channel
 from onecurve.distributed.devices import check_devices, check_own_gpu
 from onecurve.distributed.launch_config import check_launch_config
 from onecurve.system import gpus
-from onecurve.system.env import LOCAL_NUMBER, is_hosts_first, local_rank
+from onecurve.system.env import LOCAL_NUMBER_VARIABLE, is_hosts_first, local_rank
 from tests.conftest import CNN, accelerate, python, run, torchrun
 from tests.distributed.test_accelerator import simulate_gpus
 
@@ -134,7 +134,7 @@ ON_ONE_HOST = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", VISIBLE:
 def test_each_process_sees_only_its_gpu(launcher, monkeypatch):
     simulate_gpus(monkeypatch, 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: [(9, 0)][device])
-    monkeypatch.setenv(LOCAL_NUMBER, "")  # Makes monkeypatch remove the variable after the test
+    monkeypatch.setenv(LOCAL_NUMBER_VARIABLE, "")  # Makes monkeypatch remove the variable after the test
     for name, value in (ON_ONE_HOST | launcher).items():
         monkeypatch.setenv(name, value)
     check_devices()

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from onecurve.distributed.hang import hang_table, recorded_collectives
-from onecurve.system.env import EVENTS_FILE, EventReader
+from onecurve.system.env import EVENTS_FILE_VARIABLE, EventReader
 from onecurve.system.phase import Replay, now
 from tests.conftest import CNN, Job, full, mutate, result, torchrun
 from tools.launch.hosts import Host
@@ -206,7 +206,7 @@ def test_ranks_that_hang_in_a_collective_end(failure, message, tmp_path, project
     mutate(project_copy, HELLO, CALL, f"{HOLD_CONNECTIONS}{failure}\n{CALL}")
     events = tmp_path / "events"
     words = [*torchrun(2), HELLO, "--trackers", "none", "--output_dir", tmp_path / "run"]
-    status, output = Job(words, cwd=project_copy, env={EVENTS_FILE: str(events)}).wait(60)
+    status, output = Job(words, cwd=project_copy, env={EVENTS_FILE_VARIABLE: str(events)}).wait(60)
     assert status == 1
     assert "error: " in output
     assert message in output

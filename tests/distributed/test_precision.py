@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from onecurve.distributed.precision import Precision
 from onecurve.distributed.strategy import refuse_skipped_steps
-from onecurve.run.opening import changed_types
-from onecurve.telemetry.profiler import FOLDER, TRACE
+from onecurve.run.opening import changed_dtypes
+from onecurve.telemetry.profiler import PROFILE_FOLDER, TRACE_FILE
 from tests.conftest import (
     BIN,
     CNN,
@@ -139,8 +139,8 @@ def test_a_resume_in_another_precision_reports_the_change():
     types = vars(Precision("bf16", "autocast", "fp32"))
     writer = {"mixed_precision": "bf16", "half_precision": "weights", "gradient_reduction": "bf16"}
     message = "half_precision autocast (previously weights), gradient_reduction fp32 (previously bf16)"
-    assert changed_types(writer, types) == message
-    assert changed_types(types, types) == changed_types({}, types) == ""
+    assert changed_dtypes(writer, types) == message
+    assert changed_dtypes(types, types) == changed_dtypes({}, types) == ""
 
 
 # --- fp16 with loss scaling, in real fp16 on the CPU
@@ -207,7 +207,8 @@ def test_ddp_exchanges_gradients_in_bf16_once_per_step(cache, tmp_path):
     def trained(name: str, *flags) -> tuple[list[float], list[int]]:
         """Return the losses and the number of gradient exchanges in each profiled step."""
         run([*STRATEGIES["ddp"], *CNN, *COMPRESSED, *flags, *cache, "--output_dir", tmp_path / name])
-        trace = json.loads(gzip.decompress((tmp_path / name / FOLDER / TRACE).read_bytes()))["traceEvents"]
+        file = tmp_path / name / PROFILE_FOLDER / TRACE_FILE
+        trace = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
         steps = [e for e in trace if e["name"].startswith("ProfilerStep") and "dur" in e]
         spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in steps)
         times = [e["ts"] for e in trace if e["name"] == "c10d::allreduce_"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from onecurve.flags.fields import Facts, declared, facts_of
+from onecurve.flags.fields import FlagFacts, declared_values, flag_facts_of
 from onecurve.flags.recipe import ImageRecipe, Recipe, flag, parse, recipe_part, setting, share_out
 from onecurve.models.script import load_script, recipe_class
 from onecurve.run.identity import recipe_differences
@@ -222,10 +222,10 @@ def test_the_recipe_does_not_contain_machine_settings():
 def test_the_facts_of_each_flag_are_consistent(script):
     """Check that a new flag's undeclared facts have safe defaults and that no facts conflict."""
     recipe = recipe_class(load_script(ROOT / f"{script}.py"))
-    facts, fields = facts_of(recipe), {field.name: field for field in dataclasses.fields(recipe)}
+    facts, fields = flag_facts_of(recipe), {field.name: field for field in dataclasses.fields(recipe)}
     assert facts.keys() == fields.keys()
     for name, stated in facts.items():
-        for fact in dataclasses.fields(Facts):
+        for fact in dataclasses.fields(FlagFacts):
             assert type(getattr(stated, fact.name)) is type(fact.default), (name, fact.name)
         trained, text = stated.part_of_recipe, str(fields[name].type)
         assert not (trained and (stated.per_host or stated.locates or stated.replayed)), name
@@ -240,12 +240,12 @@ def test_the_facts_of_each_flag_are_consistent(script):
 
 
 @pytest.mark.parametrize("script", sorted(path.stem for path in ROOT.glob("train_*.py")))
-@pytest.mark.parametrize("fact", [fact.name for fact in dataclasses.fields(Facts) if not fact.default])
+@pytest.mark.parametrize("fact", [fact.name for fact in dataclasses.fields(FlagFacts) if not fact.default])
 def test_facts_read_from_a_scripts_text_equal_its_recipes(script, fact):
     """Compare the script's text, which the log book reads instead of importing scripts, with its recipe."""
-    facts = facts_of(recipe_class(load_script(ROOT / f"{script}.py")))
+    facts = flag_facts_of(recipe_class(load_script(ROOT / f"{script}.py")))
     answers = {name: value for name, flag_facts in facts.items() if (value := getattr(flag_facts, fact))}
-    assert answers == {name: value for name, value in declared(fact).items() if name in facts}
+    assert answers == {name: value for name, value in declared_values(fact).items() if name in facts}
 
 
 def test_a_redeclared_flag_keeps_its_facts():
@@ -255,10 +255,10 @@ def test_a_redeclared_flag_keeps_its_facts():
         cache_dir: str | None = setting(None, "a folder")
         weights: str | None = flag(None, "a file", is_path=False)
 
-    facts = facts_of(Redeclared)
-    assert facts["batch_size"] == Facts(decides_defaults=True, changes_memory=False, in_names=4)
-    assert facts["cache_dir"] == Facts(part_of_recipe=False, is_path=True, locates="cache", per_host=True)
-    assert facts["weights"] == Facts()
+    facts = flag_facts_of(Redeclared)
+    assert facts["batch_size"] == FlagFacts(decides_defaults=True, changes_memory=False, in_names=4)
+    assert facts["cache_dir"] == FlagFacts(part_of_recipe=False, is_path=True, locates="cache", per_host=True)
+    assert facts["weights"] == FlagFacts()
     with pytest.raises(TypeError, match="is_paht"):
         flag(None, "a file", is_paht=True)
 
@@ -288,7 +288,8 @@ def test_batch_arithmetic():
     assert str(share_out(64, 1, 1, "points")) == "batch 64 = 1 point x 1 process x 64 accumulations"
     with pytest.raises(ValueError, match=r"--batch_size 2 is not divisible by .*\(4\)\. Choose 4"):
         share_out(2, None, 4)
-    smaller = [share_out(batch, size, 2).smaller() for batch, size in ((96, 48), (90, 45), (96, 1))]
+    batches = [share_out(batch, size, 2) for batch, size in ((96, 48), (90, 45), (96, 1))]
+    smaller = [batch.smaller_per_device() for batch in batches]
     assert smaller == [24, 15, None]
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from onecurve.system.env import PREEMPTED
+from onecurve.system.env import PREEMPTED_STATUS
 from tests.conftest import rows_of
 from tools.launch import elastic
 from tools.launch.agent import SUSPENDED
@@ -65,7 +65,7 @@ class Hosts:
         """Run a round that trains on these hosts until it receives a request to save and exit."""
         self.start(*names)
         self.job.on_event(self.job.members[0], {"event": "step", "step": 11})
-        assert self.end(**dict.fromkeys(names, PREEMPTED)) is None
+        assert self.end(**dict.fromkeys(names, PREEMPTED_STATUS)) is None
 
     def reconnect(self) -> None:
         """Let the job connect to hosts that were unreachable."""
@@ -111,7 +111,7 @@ def test_the_first_host_stays_first(hosts):
     """Check that the first host stays first, because the checkpoints may exist only on its disk."""
     cluster = hosts(2)
     cluster.start("node2")
-    assert cluster.end(node2=PREEMPTED) is None
+    assert cluster.end(node2=PREEMPTED_STATUS) is None
     cluster.job._connect_missing()
     assert chosen(cluster.job) == ["node2", "node1"]
     cluster.start("node2", "node1")
@@ -132,7 +132,7 @@ def test_a_host_rejoins_after_a_delay_or_as_another_machine(departure, return_re
     if departure == "it leaves":
         cluster.start("node1", "node2")
         cluster.job.on_event(cluster.job.members[1], {"event": "leaving", "why": "SIGTERM"})
-        assert cluster.end(node1=PREEMPTED, node2=PREEMPTED) is None
+        assert cluster.end(node1=PREEMPTED_STATUS, node2=PREEMPTED_STATUS) is None
         assert "node2 leaves (SIGTERM)" in cluster.logged
     else:
         cluster.launch("node1", "node2")
@@ -162,7 +162,7 @@ def test_a_host_that_joins_stops_the_round_once(is_finished, hosts, monkeypatch)
     for _ in range(3):
         cluster.job._look_for_more_hosts()
     assert cluster.sent == ([] if is_finished else [("node1", "stop")])
-    assert cluster.end(node1=1 if is_finished else PREEMPTED) == (0 if is_finished else None)
+    assert cluster.end(node1=1 if is_finished else PREEMPTED_STATUS) == (0 if is_finished else None)
     assert is_finished or cluster.logged[-1] == "node2 joins"
 
 

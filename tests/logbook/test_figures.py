@@ -14,7 +14,7 @@ from onecurve.run import plots
 def test_confusion_matrices_of_any_size(classes, tmp_path):
     names = [f"${i} _class_ \u732b \U0001f431 of a name that is longer than others" for i in range(classes)]
     matrix = [[i == j for j in range(classes)] for i in range(classes)]
-    plots.confusion_matrix(tmp_path / "c.png", matrix, names, "a $title")
+    plots.draw_confusion_matrix(tmp_path / "c.png", matrix, names, "a $title")
     assert (tmp_path / "c.png").stat().st_size < 120_000
 
 
@@ -28,7 +28,7 @@ def test_captions_are_whole_below_their_images(count, tmp_path, monkeypatch):
     captions = [f"{name}\nnot {name if i % 3 else 'ox'}\n0.123" for i in range(count)]
     images = np.full((count, 32, 32, 3), [0, 160, 80], np.uint8)
     title = "train_vit on imagenet256, test split: most confident mistakes of a long $title"
-    plots.image_sheet(tmp_path / "s.png", images, captions, title)
+    plots.draw_image_sheet(tmp_path / "s.png", images, captions, title)
     sheet = np.asarray(Image.open(tmp_path / "s.png").convert("RGB"))
     assert (sheet == [0, 160, 80]).all(2).sum() > 15_000 * count
     (figure,) = drawn

@@ -409,7 +409,7 @@ def test_any_text_of_a_run_can_appear_on_its_pages(whole, name, report, texts, s
         assert {shown(c) for c in run.reports[report]["classes"][:20]} <= table.keys()
         assert table["run"] == [shown(folder)]
         fence = [token.content for token in MARKDOWN.parse(pages["run"]) if token.type == "fence"][-1]
-        words = [word for start in run.kept for word in map(printable_lines, start.about["command"])]
+        words = [word for start in run.kept for word in map(printable_lines, start.settings["command"])]
         command = [re.sub("\n{3,}", "\n\n", word) for word in words]
         # Pages never contain two consecutive blank lines.
         assert shlex.split(fence, comments=True) == command

@@ -17,7 +17,7 @@ from onecurve.flags.recipe import ImageRecipe
 from onecurve.run import plots
 from onecurve.run.folder import count_restarts
 from onecurve.run.identity import why_not_this_run
-from onecurve.run.lease import _parsed
+from onecurve.run.lease import _parsed_record
 from onecurve.run.state import RunState
 from onecurve.system.files import json_lines, read_json, read_lines, read_yaml
 from onecurve.system.text import printable, printable_lines
@@ -98,8 +98,8 @@ def test_escaped_names_are_shown_everywhere(tmp_path):
     with pytest.raises(ValueError, match=r"val contains classes that are not in train: caf\\xe9"):
         prepare_data(str(root), tmp_path / "cache")
     row = [plots.Panel(LATIN_1, RED, bars={LATIN_1: 1.0})]
-    plots.panels(tmp_path / "a.png", [row], f"{RED} $x$")
-    plots.confusion_matrix(tmp_path / "b.png", [[1, 0], [0, 1]], [LATIN_1, RED], LATIN_1)
+    plots.draw_panels(tmp_path / "a.png", [row], f"{RED} $x$")
+    plots.draw_confusion_matrix(tmp_path / "b.png", [[1, 0], [0, 1]], [LATIN_1, RED], LATIN_1)
     text = [markdown.text(RED), markdown.code_span(LATIN_1), markdown.block(f"a\n{RED}")]
     text += [markdown.folded("", LATIN_1), markdown.link(RED, LATIN_1)]
     assert "caf%E9" in text[-1]
@@ -163,7 +163,7 @@ def test_a_run_with_malformed_json_has_a_page(content, tmp_path):
     with pytest.raises(ValueError, match=r"recipe\.json can't be read"):
         why_not_this_run(tmp_path, ImageRecipe(), None)
     assert read_lines(tmp_path / "metrics.jsonl") == list(json_lines(tmp_path / "telemetry-a.jsonl"))
-    assert not _parsed(CONTENTS[content].decode(errors="surrogateescape")).get("pid")
+    assert not _parsed_record(CONTENTS[content].decode(errors="surrogateescape")).get("pid")
     (tmp_path / "page.md").write_text("<!-- logbook {" + '"a":{' * 100_000 + "} -->\n")
     with pytest.raises(ValueError, match=r"page\.md"):
         read_mark(tmp_path / "page.md")

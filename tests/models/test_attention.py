@@ -319,8 +319,8 @@ def test_the_kernels_fit_every_gpu(capability):
 
     shared_bytes = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99}[capability] * 1024
     for tokens, function in itertools.product((50, 65, 197), (kernels._forward, kernels._backward)):
-        tiles = kernels.FORWARD if function is kernels._forward else kernels.BACKWARD
-        _, settings = kernels._launch(torch.empty(2, tokens, 3, 12, 64, device="meta"), tiles)
+        tiles = kernels.FORWARD_TILES if function is kernels._forward else kernels.BACKWARD_TILES
+        _, settings = kernels._launch_settings(torch.empty(2, tokens, 3, 12, 64, device="meta"), tiles)
         options = {"num_warps": settings.pop("num_warps")}
         types = {
             p.name: "*fp32" if p.name == "logs" else "*bf16" for p in function.params if not p.is_constexpr

@@ -236,7 +236,7 @@ def test_a_plan_reports_its_progress(monkeypatch):
         return new_trace(peaks={size: {"Total": size} for size in (64, 128)})
 
     monkeypatch.setattr(Planning, "_trace", trace)
-    monkeypatch.setattr("onecurve.system.progress.LINE_S", 0)
+    monkeypatch.setattr("onecurve.system.progress.LINE_INTERVAL_S", 0)
     status, output = call(plan_script.main, "--gpu", "T4", *SMALL)
     assert status == 0, output
     assert re.search(r"^tracing (single|offload), 0 of 2 done$", output, re.M), output

@@ -253,7 +253,7 @@ def test_s3_replaced_meanwhile(store, ilsvrc):
 def test_s3_absent_or_out_of_reach(store, monkeypatch):
     with pytest.raises(ValueError, match=f"s3://{BUCKET}/absent.tar does not exist"):
         open_stream(f"s3://{BUCKET}/absent.tar")
-    monkeypatch.setattr(object_store, "ATTEMPTS", 2)
+    monkeypatch.setattr(object_store, "MAX_ATTEMPTS", 2)
     store.cut_download(after=-1, times=None)
     with pytest.raises(ValueError, match="2 attempts"):
         read(IN_S3)

@@ -10,7 +10,7 @@ import pytest
 
 from onecurve.distributed.watch import Preempted
 from onecurve.run import session as module
-from onecurve.run.session import MOST_STEPS, Exchange
+from onecurve.run.session import MAX_STEPS_PER_POLL, Exchange
 
 
 class Board:
@@ -81,7 +81,7 @@ def agreed(clock, monkeypatch, durations, signalled=None) -> tuple[list[int], in
 
 @pytest.mark.parametrize(
     ("first_ms", "second_ms", "distance"),
-    [(7, 7, 1), (6, 1, 1), (1, 6, 1), (3.9, 1, 5), (1, 3.9, 5), (1, 1.9, 10), (0.1, 0.1, MOST_STEPS)],
+    [(7, 7, 1), (6, 1, 1), (1, 6, 1), (3.9, 1, 5), (1, 3.9, 5), (1, 1.9, 10), (0.1, 0.1, MAX_STEPS_PER_POLL)],
 )
 def test_the_slowest_process_decides_when_messages_are_sent(
     first_ms, second_ms, distance, clock, monkeypatch
@@ -98,11 +98,11 @@ def test_a_signal_is_obeyed_by_all_after_the_same_step(rank, step_s, clock, monk
         _, stopped = agreed(clock, monkeypatch, [(step_s, 1.5 * step_s)] * 300, (rank, signal_step))
         assert stopped is not None
         delay = stopped - signal_step
-        assert delay <= 2 * MOST_STEPS
+        assert delay <= 2 * MAX_STEPS_PER_POLL
         assert delay * 1.5 * step_s <= 2 * module.AGREEMENT_S + 1.5 * step_s
 
 
 def test_steps_that_become_slow_are_followed_one_by_one(clock, monkeypatch):
     steps, _ = agreed(clock, monkeypatch, [(0.001, 0.001)] * 100 + [(0.001, 1.0)] * 60)
     assert steps[-1] - steps[-2] == 1
-    assert max(b - a for a, b in itertools.pairwise(steps)) <= MOST_STEPS
+    assert max(b - a for a, b in itertools.pairwise(steps)) <= MAX_STEPS_PER_POLL

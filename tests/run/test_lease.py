@@ -13,8 +13,8 @@ import pytest
 from onecurve.flags.recipe import Recipe, flag, recipe_part
 from onecurve.run import folder as folder_module
 from onecurve.run import lease as lease_module
-from onecurve.run.folder import RunFolder, folders
-from onecurve.run.identity import model_part, script_name
+from onecurve.run.folder import RunFolder, candidate_folders
+from onecurve.run.identity import model_prefix, script_name
 from onecurve.run.lease import FolderRecord, Lease
 from onecurve.system.processes import own_age_s
 from tests.checkpoint.test_checkpoints import LONG, start_and_wait
@@ -83,11 +83,11 @@ def second_round(monkeypatch):
 
 @pytest.mark.parametrize(
     ("changes", "is_watched"),
-    [({}, True), ({"round": 1}, False), ({"machine": lease_module._machine(), "start_ticks": 1}, False)],
+    [({}, True), ({"round": 1}, False), ({"machine": lease_module._machine_id(), "start_ticks": 1}, False)],
     ids=["stands still", "of an earlier round", "another process with the same number"],
 )
 def test_a_dead_owners_record_is_taken_over(changes, is_watched, second_round, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(lease_module, "WATCH_S", 0.5)
+    monkeypatch.setattr(lease_module, "SILENCE_S", 0.5)
     foreign_record(tmp_path, **changes)
     owner, lines = take_lease(tmp_path), capsys.readouterr().out.splitlines()
     assert ["up to 0.5 s" in line and "on host far" in line for line in lines[:-1]] == [True] * is_watched
@@ -98,7 +98,7 @@ def test_a_dead_owners_record_is_taken_over(changes, is_watched, second_round, t
 @pytest.mark.parametrize("changes", [{"round": 2}, {"round": 3}, {"round": 1, "job": "another"}])
 def test_a_record_from_elsewhere_that_moves_is_respected(changes, second_round, tmp_path, monkeypatch):
     """Check that a record is taken over only if it belongs to an earlier, finished round of the same job."""
-    monkeypatch.setattr(lease_module, "WATCH_S", 30)
+    monkeypatch.setattr(lease_module, "SILENCE_S", 30)
     text = json.dumps(foreign_record(tmp_path, **changes) | {"beat": 1})
     threading.Timer(1, lambda: (tmp_path / "owner.json").write_text(text)).start()
     with pytest.raises(ValueError, match=r"in use by process .* on host far"):
@@ -177,13 +177,13 @@ class SmallWithModel(Small):
 
 def test_runs_that_1_0_named_without_the_model_are_continued(tmp_path):
     recipe = SmallWithModel(output_dir=f"{tmp_path}/*")
-    name, parent = f"{model_part(recipe)}ddp_8", tmp_path / script_name()
-    assert next(folders(recipe, name, 10)).name == "hf-hub_timm_vit_b_ddp_8"
+    name, parent = f"{model_prefix(recipe)}ddp_8", tmp_path / script_name()
+    assert next(candidate_folders(recipe, name, 10)).name == "hf-hub_timm_vit_b_ddp_8"
     write_run(parent / "ddp_8", recipe_part(SmallWithModel(lr=0.2)))
     write_run(parent / "ddp_8-2", recipe_part(recipe))
-    assert next(folders(recipe, name, 10)).name == "ddp_8-2"
+    assert next(candidate_folders(recipe, name, 10)).name == "ddp_8-2"
     (parent / "ddp_8-2" / "result.json").write_text('{"status": "finished", "steps": 10}')
-    assert next(folders(recipe, name, 10)).name == "hf-hub_timm_vit_b_ddp_8"
+    assert next(candidate_folders(recipe, name, 10)).name == "hf-hub_timm_vit_b_ddp_8"
 
 
 def test_a_second_recipe_gets_the_next_number_before_the_first_has_a_recipe_json(tmp_path):
@@ -290,13 +290,13 @@ LEFT = {  # Files that remain after a start with an early end, and files that no
 def test_a_folder_of_a_start_that_ended_early_is_used(name, tmp_path):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text(LEFT[name])
-    assert next(folders(Small(output_dir=str(tmp_path)), "named", 10)) == tmp_path
+    assert next(candidate_folders(Small(output_dir=str(tmp_path)), "named", 10)) == tmp_path
 
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\x00", b'{"pid": 1e999}'])
 def test_a_record_with_any_content_is_one_bounded_line(content):
-    assert isinstance(lease_module._parsed(content.decode(errors="replace")), dict)
+    assert isinstance(lease_module._parsed_record(content.decode(errors="replace")), dict)
     odd = {"host": "\x1b[31m" + "h" * 5000, "pid": [1] * 1000, "since": {"\n": 1}}
-    text = lease_module._owner_in_words(lease_module._parsed(json.dumps(odd)))
+    text = lease_module._owner_in_words(lease_module._parsed_record(json.dumps(odd)))
     assert text.isprintable()
     assert len(text) < 700

@@ -54,7 +54,8 @@ class Simulation:
         meter = SimpleNamespace(loss=np.zeros(()), keeps_ids=False, elapsed_s=lambda: 0.0, check=int)
         meter.batch = SimpleNamespace(accumulations=1)
         parts = SimpleNamespace(**recipe), steps, RunState(), meter, None, saver, exchange
-        run.begun, run.feeding, run.ended = Ranks(*parts, record=None, newest=0), None, False
+        run.batch_generator, run.has_ended = None, False
+        run.begun = Ranks(*parts, record=None, newest_saved_step=0)
 
     def train(self, step_s: float, accuracy=lambda epoch: epoch) -> None:
         run, state, steps = self.run, self.run.ranks.state, self.run.ranks.steps

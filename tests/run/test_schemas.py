@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from onecurve.flags.recipe import METRICS, score
-from onecurve.run.schemas import MetricsLine, RecipeFile, Report, Result, StartLine, Verified, kinds
+from onecurve.run.schemas import MetricsLine, RecipeFile, Report, Result, StartLine, Verified, value_types
 from onecurve.system.files import typed_values
 from tests.conftest import run
 from tools.logbook.run_record import RunRecord
@@ -39,8 +39,8 @@ def test_a_run_follows_the_schemas(folder):
         schemas.add(schema)
         left_out = {"argv", "defaults"} if schema is StartLine else set()
         assert schema.__required_keys__ - left_out <= content.keys()
-        assert typed_values(content, kinds(schema))[1] == []
-        unknown = content.keys() - kinds(schema).keys()
+        assert typed_values(content, value_types(schema))[1] == []
+        unknown = content.keys() - value_types(schema).keys()
         metrics = {name for name in unknown if name.startswith(("train/", "val/", "test/"))}
         assert unknown == (metrics if schema is MetricsLine else set())
     assert schemas == {RecipeFile, Result, StartLine, MetricsLine}
@@ -57,14 +57,14 @@ def test_the_log_book_keeps_every_value_of_a_result(folder):
 
 def test_a_result_has_the_metrics_of_every_evaluation():
     named = {f"{which}_{name}" for which in ("best", "final", "test") for name in METRICS}
-    assert named <= kinds(Result).keys()
+    assert named <= value_types(Result).keys()
 
 
 def test_kinds_of_a_schema():
-    stamp = kinds(Verified)["stamps"][0]
+    stamp = value_types(Verified)["stamps"][0]
     assert (stamp["commit"], stamp["differences"], stamp["findings"]) == (str, {"*": float}, [str])
-    assert kinds(Report)["confusion"] == [[int]]
-    assert kinds(MetricsLine)["why"] is str
+    assert value_types(Report)["confusion"] == [[int]]
+    assert value_types(MetricsLine)["why"] is str
 
 
 def test_a_better_evaluation_has_a_higher_score():

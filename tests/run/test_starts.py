@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from onecurve.run.starts import STARTS, add_start, in_order, in_turn, kept
+from onecurve.run.starts import STARTS_FILE, add_start, in_turn, kept_starts, starts_in_order
 from onecurve.system.files import read_lines
 from tests.conftest import CNN, STRATEGIES, full, python, run
 from tools.logbook.history import resume_verdict
@@ -40,7 +40,7 @@ def test_a_run_records_each_of_its_starts(name, tmp_path, cache):
     record = RunRecord(tmp_path / "run")
     assert record.where.replace(" (x86_64)", "") == devices
     assert [(start.first, start.last) for start in record.kept] == steps
-    last = record.starts[-1].about
+    last = record.starts[-1].settings
     assert last["changed"] == {"lr": [0.003, 0.001]}
     assert resume_verdict(record) == f"The recipe changed. Step {steps[-1][0]}: lr was 0.003, now 0.001."
     assert {name: last[name] for name in record.about if name in last} == {
@@ -59,31 +59,31 @@ MANIFEST = {"recipe": {"lr": 0.1}, "data": "digits-1", "written_by": {"strategy"
 
 def test_a_start_changes_no_earlier_line(tmp_path):
     add_start(tmp_path, start(0), None, ())
-    first = (tmp_path / STARTS).read_bytes()
+    first = (tmp_path / STARTS_FILE).read_bytes()
     # Simulates a full disk that cut off the last line
-    (tmp_path / STARTS).write_bytes(first + b'{"step": 5, "rec')
+    (tmp_path / STARTS_FILE).write_bytes(first + b'{"step": 5, "rec')
     changed = {"recipe": {"lr": 0.2}, "source": "digits-2", "has_optimizer": False}
     add_start(tmp_path, start(7, **changed), MANIFEST, ())
-    assert (tmp_path / STARTS).read_bytes().startswith(first)
-    assert [line["step"] for line in read_lines(tmp_path / STARTS)] == [0, 7]
-    assert read_lines(tmp_path / STARTS)[1]["changed"] == {
+    assert (tmp_path / STARTS_FILE).read_bytes().startswith(first)
+    assert [line["step"] for line in read_lines(tmp_path / STARTS_FILE)] == [0, 7]
+    assert read_lines(tmp_path / STARTS_FILE)[1]["changed"] == {
         "lr": [0.1, 0.2],
         "content of the data": ["digits-1", "digits-2"],
         "state of the optimizer": ["restored", "zero"],
     }
-    assert b"secret" not in (tmp_path / STARTS).read_bytes()
+    assert b"secret" not in (tmp_path / STARTS_FILE).read_bytes()
 
 
 def test_another_path_to_the_same_data_is_no_change(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     manifest = MANIFEST | {"recipe": {"data": str(tmp_path / "pictures")}}
     add_start(tmp_path, start(7, recipe={"data": "pictures"}), manifest, ["data"])
-    assert read_lines(tmp_path / STARTS)[-1]["changed"] == {}
+    assert read_lines(tmp_path / STARTS_FILE)[-1]["changed"] == {}
 
 
 def test_the_steps_of_an_earlier_version_are_a_start_without_a_step(tmp_path):
     add_start(tmp_path, start(7), MANIFEST, ())
-    earlier, later = read_lines(tmp_path / STARTS)
+    earlier, later = read_lines(tmp_path / STARTS_FILE)
     assert earlier == {"strategy": "ddp", "processes": 2, "recipe": {"lr": 0.1}, "source": "digits-1"}
     assert (later["step"], later["changed"]) == (7, {})
 
@@ -91,11 +91,11 @@ def test_the_steps_of_an_earlier_version_are_a_start_without_a_step(tmp_path):
 def test_nothing_is_appended_to_the_target_of_a_link(tmp_path):
     target = tmp_path / "target"
     target.write_text("mine\n")
-    (tmp_path / STARTS).symlink_to(target)
+    (tmp_path / STARTS_FILE).symlink_to(target)
     add_start(tmp_path, start(0), None, ())
     assert target.read_text() == "mine\n"
-    (tmp_path / STARTS).unlink()
-    os.mkfifo(tmp_path / STARTS)
+    (tmp_path / STARTS_FILE).unlink()
+    os.mkfifo(tmp_path / STARTS_FILE)
     with pytest.raises(OSError, match="not a regular file"):
         add_start(tmp_path, start(0), None, ())
 
@@ -111,10 +111,10 @@ def test_nothing_is_appended_to_the_target_of_a_link(tmp_path):
     ],
 )
 def test_a_step_belongs_to_the_last_start_that_trained_it(begins, last_step, steps):
-    starts = in_order([{"step": step} for step in begins], last_step)
+    starts = starts_in_order([{"step": step} for step in begins], last_step)
     assert [(entry.first, entry.last) for entry in starts] == steps
-    assert kept(starts) == ([entry for entry in starts if entry.last > entry.first] or starts[-1:])
-    assert kept([]) == []
+    assert kept_starts(starts) == ([entry for entry in starts if entry.last > entry.first] or starts[-1:])
+    assert kept_starts([]) == []
 
 
 def test_values_in_turn():
@@ -126,5 +126,5 @@ def test_old_run_folders_have_no_starts(tmp_path):
     stored = Path(__file__).parents[1] / "checkpoint/stored/format_1"
     record = RunRecord(stored)
     assert (record.starts, record.kept, record.recipe_changes) == ([], [], [])
-    assert not any(STARTS in problem for problem in record.problems)
+    assert not any(STARTS_FILE in problem for problem in record.problems)
     assert json.dumps(record.where)

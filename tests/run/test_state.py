@@ -8,8 +8,8 @@ import pytest
 
 from onecurve.checkpoint.format import Checkpoint
 from onecurve.run.run import Run
-from onecurve.run.state import NEEDED, RunState
-from onecurve.system.files import fits, typed_values
+from onecurve.run.state import REQUIRED_FIELDS, RunState
+from onecurve.system.files import has_type, typed_values
 
 OPTIMIZER = {"scalars": {"head.weight": {"step": 3}}, "groups": [{}]}
 
@@ -35,7 +35,7 @@ def test_an_evaluation_that_is_not_finite_ends_the_run():
     assert state == RunState()
 
 
-WRONG = {name: [None] for name in NEEDED} | {
+WRONG = {name: [None] for name in REQUIRED_FIELDS} | {
     "step": ["1", 1.5, True, 2**70],
     "best": [1, {"loss": "x"}, {"loss": None}],
     "losses": [[], ["x"], [float("nan")]],
@@ -63,5 +63,5 @@ def test_fitting_keeps_what_has_the_expected_type():
     assert typed_values(content, schema) == (expected, [])
     wrong = {"a": True, "b": ["x", 1], "c": {"d": 1}, "e": "3"}
     assert typed_values(wrong, schema) == ({}, ["a", "b", "c", "e"])
-    assert fits([{"n": 1.5}], [{"n": float}])
-    assert not fits([{"n": "1"}], [{"n": float}])
+    assert has_type([{"n": 1.5}], [{"n": float}])
+    assert not has_type([{"n": "1"}], [{"n": float}])

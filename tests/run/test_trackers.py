@@ -21,14 +21,14 @@ from tensorboard.plugins.hparams import metadata
 from export import write_curves
 from onecurve.flags.recipe import Recipe
 from onecurve.run.run import Run
-from onecurve.telemetry.summary import HOST_NUMBERS
+from onecurve.telemetry.summary import HOST_MEASUREMENTS
 from tests.cluster.test_engines_on_virtual_hosts import environment
 from tests.conftest import CNN, Job, lines, metrics, mutate, python, result, run, torchrun, wait_until
 
 FLAGS = ["--data", "digits", "--batch_size", "64", "--epochs", "2", "--max_steps", "30", "--log_every", "10"]
 BOTH = ["--trackers", "tensorboard,wandb"]
 # Names of the telemetry curves on a host without GPUs
-TELEMETRY = {f"telemetry/{name}" for name in HOST_NUMBERS}
+TELEMETRY = {f"telemetry/{name}" for name in HOST_MEASUREMENTS}
 KEY = {"WANDB_API_KEY": "c0ffee" * 6 + "c0ff"}
 WANDB = {"WANDB_RUN_ID": "chosen1", "WANDB_NAME": "mine", "WANDB_ENTITY": "we", "WANDB_RUN_GROUP": "group"}
 WANDB |= {"WANDB_TAGS": "a,b", "WANDB_NOTES": "some notes"}
@@ -177,7 +177,7 @@ def test_training_does_not_depend_on_the_wandb_server(server, folder, request, t
     The client must ask the server to continue the run WANDB_RUN_ID, which recipe.json records.
     """
     url, requests = server
-    mutate(project_copy, "onecurve/run/trackers.py", "INIT_S, FINISH_S = 10, 60", "INIT_S, FINISH_S = 5, 60")
+    mutate(project_copy, "onecurve/run/trackers.py", "TIMEOUT_S = 10, 60", "TIMEOUT_S = 5, 60")
     words = [*CNN, *FLAGS, "--trackers", "wandb", *cache, "--output_dir", tmp_path / "run"]
     output = run(words, cwd=project_copy, env=KEY | {"WANDB_BASE_URL": url, "WANDB_RUN_ID": "chosen1"})
     assert requests, "the server was never asked"
@@ -188,7 +188,7 @@ def test_training_does_not_depend_on_the_wandb_server(server, folder, request, t
     assert KEY["WANDB_API_KEY"] not in output
     facts = result(tmp_path / "run")
     assert facts["status"] == "finished"
-    # INIT_S limits the time spent waiting for the server, in seconds. W&B's default is 90 s.
+    # INIT_TIMEOUT_S limits the time spent waiting for the server, in seconds. W&B's default is 90 s.
     assert facts["wall_s"] < result(folder)["wall_s"] + 60
     assert len(list((tmp_path / "run").glob("wandb/offline-run-*/*.wandb"))) == 1
 

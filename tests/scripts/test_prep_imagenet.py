@@ -360,7 +360,7 @@ def test_s3(ilsvrc, shards, in_s3, tmp_path, monkeypatch):
     assert store.list() == ["train-00099.tar"]
     store.delete(["train-00099.tar"])
     store.write(".probe-0123/object", b"of a killed one")
-    monkeypatch.setattr(progress, "LINE_S", -1)
+    monkeypatch.setattr(progress, "LINE_INTERVAL_S", -1)
     assert "train  0.00 of 0.00 GiB uploaded" in prep(*words, *MINI, *SMALL)
     store.delete([".probe-0123/object"])
     assert list((tmp_path / "work").iterdir()) == []

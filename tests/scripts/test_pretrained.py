@@ -20,7 +20,7 @@ from timm.models import save_for_hf
 import export
 from onecurve.checkpoint.published import class_names, of_name
 from onecurve.checkpoint.weights import as_timm_model, find_model
-from onecurve.models.preprocessing import FLAGS
+from onecurve.models.preprocessing import CROP_FLAGS
 from predict import Prediction
 from tests.checkpoint.test_checkpoints import forge
 from tests.conftest import VIT, Job, full, latest, metrics, python, run, torchrun
@@ -149,11 +149,11 @@ def test_a_run_of_an_earlier_version_keeps_its_preprocessing(folders, cache, tmp
     run(small(folders, cache, run_, "--interpolation", "legacy", "--max_steps", "3"))
     record = json.loads((run_ / "recipe.json").read_text())
     del record["preprocessing"]
-    for name in FLAGS:
+    for name in CROP_FLAGS:
         del record["recipe"][name]
     (run_ / "recipe.json").write_text(json.dumps(record))
     recipe = json.loads((latest(run_) / "manifest.json").read_text())["recipe"]
-    earlier = {name: value for name, value in recipe.items() if name not in FLAGS}
+    earlier = {name: value for name, value in recipe.items() if name not in CROP_FLAGS}
     forge(latest(run_), preprocessing={}, recipe=earlier)
     output = run(small(folders, cache, run_, "--max_steps", "6"))
     assert "continuing at step 3" in output

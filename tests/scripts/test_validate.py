@@ -17,7 +17,7 @@ from onecurve.checkpoint.format import DamagedCheckpoint, parse_step_index
 from onecurve.checkpoint.weights import find_model
 from onecurve.flags.recipe import parse
 from onecurve.models.script import as_flags, load_script, own_script, recipe_class
-from onecurve.run.evaluation import CONFUSED, frequent_mistakes
+from onecurve.run.evaluation import MAX_CONFUSION_CLASSES, frequent_mistakes
 from onecurve.system.s3 import ObjectStore
 from tests.checkpoint.test_checkpoints import forge
 from tests.conftest import (
@@ -256,7 +256,7 @@ def test_classification_and_top_k_agree_with_scikit_learn(modules, classes):
     for name, values in zip(("precision", "recall", "f1", "support"), expected, strict=True):
         np.testing.assert_allclose(scores[name], values, atol=1e-12, err_msg=name)
     confusion = sklearn_metrics.confusion_matrix(labels, predicted, labels=range(classes))
-    if classes <= CONFUSED:
+    if classes <= MAX_CONFUSION_CLASSES:
         np.testing.assert_array_equal(scores["confusion"], confusion)
     else:
         assert "confusion" not in scores

@@ -3,7 +3,7 @@
 import io
 from types import SimpleNamespace
 
-from onecurve.system.env import EVENTS_FILE, EventReader, report
+from onecurve.system.env import EVENTS_FILE_VARIABLE, EventReader, report_event
 from tools.launch.agent import _send_new_events
 from tools.launch.hosts import EVENT_MARK, Connection, event_line, requests
 
@@ -11,13 +11,13 @@ from tools.launch.hosts import EVENT_MARK, Connection, event_line, requests
 def test_events_are_read_once_each(tmp_path, monkeypatch):
     file = tmp_path / "events"
     reader = EventReader(file)
-    report("exit", status=1)  # Without the environment variable, report() does nothing
+    report_event("exit", status=1)  # Without the environment variable, report() does nothing
     assert reader.new() == []
-    monkeypatch.setenv(EVENTS_FILE, str(file))
-    report("step", step=1)
+    monkeypatch.setenv(EVENTS_FILE_VARIABLE, str(file))
+    report_event("step", step=1)
     assert reader.new() == [{"event": "step", "step": 1}]
     assert reader.new() == []
-    report("step", step=2)
+    report_event("step", step=2)
     with open(file, "a") as half:
         half.write('{"event": "st')
     assert [event["step"] for event in reader.new()] == [2]
@@ -27,10 +27,10 @@ def test_events_are_read_once_each(tmp_path, monkeypatch):
 
 
 def test_the_agent_keeps_statuses_and_passes_the_other_events_on(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv(EVENTS_FILE, str(tmp_path / "events"))
+    monkeypatch.setenv(EVENTS_FILE_VARIABLE, str(tmp_path / "events"))
     for status in (0, 75, 75):
-        report("exit", status=status)
-    report("notice", until="12:00")
+        report_event("exit", status=status)
+    report_event("notice", until="12:00")
     statuses = set()
     _send_new_events(EventReader(tmp_path / "events"), statuses)
     assert statuses == {0, 75}

@@ -15,7 +15,7 @@ from boto3.exceptions import S3UploadFailedError
 from botocore.exceptions import ClientError
 
 from onecurve.system import s3 as object_store
-from onecurve.system.s3 import CHECKSUMS_SENT, NOT_CONDITIONAL, ObjectStore, StoreError
+from onecurve.system.s3 import CHECKSUMS_SENT, NO_CONDITIONAL_WRITES, ObjectStore, StoreError
 from onecurve.system.text import redacted
 from tests.conftest import ROOT, rows_of
 from tests.support.s3 import BUCKET, PAGE, SECRET, s3, s3_proxy, use_s3  # noqa: F401  (two are fixtures)
@@ -41,7 +41,7 @@ def store(request) -> ObjectStore:
 @pytest.fixture
 def quick(monkeypatch) -> None:
     """Set the connection timeout to one second and the number of attempts to two."""
-    for name, value in {"CONNECT_S": 1, "READ_S": 15, "ATTEMPTS": 2}.items():
+    for name, value in {"CONNECT_TIMEOUT_S": 1, "READ_TIMEOUT_S": 15, "MAX_ATTEMPTS": 2}.items():
         monkeypatch.setattr(object_store, name, value)
 
 
@@ -49,7 +49,7 @@ def quick(monkeypatch) -> None:
 def big(tmp_path_factory, monkeypatch) -> Path:
     """Write a file of three parts with random content, so that tests notice misplaced bytes."""
     monkeypatch.setattr(object_store, "PART_BYTES", PART)
-    monkeypatch.setattr(object_store, "FIRST_BYTES", PART)
+    monkeypatch.setattr(object_store, "FIRST_PART_BYTES", PART)
     path = tmp_path_factory.mktemp("big") / "model.safetensors"
     path.write_bytes(os.urandom(BIG))
     return path
@@ -196,7 +196,7 @@ def test_create_succeeds_once_in_every_store(behavior, store, proxy, capfd):
     assert store.read("owner") == b"first"
     assert store.list() == ["owner"]
     assert proxy.faults == ({fault: 1} if fault else {})
-    assert capfd.readouterr().err.count(NOT_CONDITIONAL) == bool(fault)
+    assert capfd.readouterr().err.count(NO_CONDITIONAL_WRITES) == bool(fault)
 
 
 def test_create_recognizes_its_object_after_a_lost_answer(store, proxy):
@@ -209,7 +209,7 @@ def test_create_recognizes_its_object_after_a_lost_answer(store, proxy):
 
 
 def test_create_waits_for_a_write_at_the_same_time(store, proxy, monkeypatch):
-    monkeypatch.setattr(object_store, "ATTEMPTS", 3)
+    monkeypatch.setattr(object_store, "MAX_ATTEMPTS", 3)
     monkeypatch.setattr(object_store, "BACKOFF_S", 0)
     proxy.fail(409, "ConditionalRequestConflict", times=2, method="PUT")
     assert store.create("owner", b"mine")
@@ -221,7 +221,7 @@ def test_create_waits_for_a_write_at_the_same_time(store, proxy, monkeypatch):
 @pytest.mark.parametrize(("status", "code", "attempts"), [(503, "SlowDown", 2), (500, "InternalError", 4)])
 def test_a_burst_of_errors_is_survived(store, proxy, big, status, code, attempts, monkeypatch, tmp_path):
     # This test limits the attempts, because botocore waits up to 1 + 2 + 4 s after SlowDown.
-    monkeypatch.setattr(object_store, "ATTEMPTS", attempts)
+    monkeypatch.setattr(object_store, "MAX_ATTEMPTS", attempts)
     burst = attempts - 1
     proxy.fail(status, code, times=burst)
     store.write("a", b"content")
@@ -241,7 +241,7 @@ def test_a_burst_of_errors_is_survived(store, proxy, big, status, code, attempts
 
 
 def test_a_slow_request_is_retried(store, proxy, monkeypatch):
-    monkeypatch.setattr(object_store, "READ_S", 1)
+    monkeypatch.setattr(object_store, "READ_TIMEOUT_S", 1)
     store.write("a", b"content")
     proxy.delay(1.5, times=1)
     assert store.read("a") == b"content"
@@ -262,7 +262,7 @@ def test_a_cut_upload_resumes(store, proxy, big, tmp_path):
 def test_a_failed_upload_leaves_no_parts(store, proxy, big):
     proxy.cut_upload(100_000, times=None, path="partNumber=2")
     assert "uploading model" in refused(store.upload, big, "model")
-    assert proxy.faults["cut_upload"] == object_store.ATTEMPTS
+    assert proxy.faults["cut_upload"] == object_store.MAX_ATTEMPTS
     assert len(sent(proxy, "DELETE", "uploadId=")) == 1
     assert "Uploads" not in boto3.client("s3").list_multipart_uploads(Bucket=BUCKET)
     assert store.list() == []
@@ -270,7 +270,7 @@ def test_a_failed_upload_leaves_no_parts(store, proxy, big):
 
 @pytest.mark.parametrize("fault", ["cut_download", "stall_download"])
 def test_a_broken_download_resumes(store, proxy, big, tmp_path, monkeypatch, fault):
-    monkeypatch.setattr(object_store, "READ_S", 3)
+    monkeypatch.setattr(object_store, "READ_TIMEOUT_S", 3)
     store.upload(big, "model")
     getattr(proxy, fault)(1_000_000, times=2, path="model", header="range: bytes=(0|5242880)-")
     store.download("model", tmp_path / "model", BIG)
@@ -289,7 +289,7 @@ def test_a_download_that_is_cut_each_time_is_given_up(store, proxy, big, tmp_pat
 
 
 def test_a_silent_store_is_given_up(store, proxy, big, tmp_path, quick, monkeypatch):
-    monkeypatch.setattr(object_store, "READ_S", 0.3)
+    monkeypatch.setattr(object_store, "READ_TIMEOUT_S", 0.3)
     calls = [
         lambda: store.write("a", b""),
         lambda: store.create("a", b""),
@@ -309,7 +309,7 @@ def test_a_silent_store_is_given_up(store, proxy, big, tmp_path, quick, monkeypa
 
 def test_probe_gives_up_early(store, proxy, monkeypatch):
     store.write("a", b"")
-    monkeypatch.setattr(object_store, "PROBE_S", 1)
+    monkeypatch.setattr(object_store, "PROBE_MAX_S", 1)
     proxy.black_hole()
     assert f"{proxy.endpoint} did not respond within 1 s. Check AWS_ENDPOINT_URL" in refused(store.probe)
     assert proxy.faults["black_hole"] == 1

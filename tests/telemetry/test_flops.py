@@ -53,11 +53,11 @@ def test_a_longer_device_name_is_another_device(name):
 
 
 def test_devices_of_several_kinds(capsys):
-    peak = flops.total_peak(["NVIDIA H200", "NVIDIA A10G"], "bf16")
+    peak = flops.total_peak_flops(["NVIDIA H200", "NVIDIA A10G"], "bf16")
     assert peak == 1059.5e12
-    assert Utilisation(12.0, peak).pct(1e12) == pytest.approx(100 * 12e12 / 1059.5e12)
-    assert flops.total_peak(["NVIDIA H200", "NVIDIA GeForce GTX 1080"], "bf16") is None
-    assert Utilisation(12.0, None).pct(1e12) is None
+    assert Utilisation(12.0, peak).mfu_pct(1e12) == pytest.approx(100 * 12e12 / 1059.5e12)
+    assert flops.total_peak_flops(["NVIDIA H200", "NVIDIA GeForce GTX 1080"], "bf16") is None
+    assert Utilisation(12.0, None).mfu_pct(1e12) is None
     assert "contains no peak performance of NVIDIA GeForce GTX 1080 in this" in capsys.readouterr().out
 
 
@@ -89,4 +89,4 @@ def test_every_boolean_flag_leaves_the_operations_countable(name, monkeypatch, c
         recipe = parse(recipe_type, [*SMALL[name], f"--{switch}", *other_flags])
         utilisation = flops.utilisation(recipe, 10, ["NVIDIA H200"], "bf16")
         assert capsys.readouterr().out == "", switch
-        assert utilisation.pct(1e6) > 0, switch
+        assert utilisation.mfu_pct(1e6) > 0, switch

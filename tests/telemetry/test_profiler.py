@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from onecurve.numerics.order import Steps
-from onecurve.telemetry.profiler import FOLDER, TABLE, TRACE, begin_profile
+from onecurve.telemetry.profiler import PROFILE_FOLDER, TABLE_FILE, TRACE_FILE, begin_profile
 from tests.conftest import CNN, STRATEGIES, VIT, metrics, python, run
 from tests.support.compare import assert_same_tensors, without_times
 from tests.telemetry.conftest import DIGITS
@@ -17,7 +17,7 @@ PROFILE = ["--profile", "8", "--telemetry_s", "0"]
 
 def check(folder) -> list[str]:
     """Check that the trace contains three steps, and return the names of the trace's events."""
-    trace = json.loads(gzip.decompress((folder / FOLDER / TRACE).read_bytes()))["traceEvents"]
+    trace = json.loads(gzip.decompress((folder / PROFILE_FOLDER / TRACE_FILE).read_bytes()))["traceEvents"]
     steps = {e["name"] for e in trace if e["name"].startswith("ProfilerStep#")}
     assert steps == {"ProfilerStep#7", "ProfilerStep#8", "ProfilerStep#9"}  # The profiler counts steps from 0
     return [e["name"] for e in trace]
@@ -30,7 +30,7 @@ def test_a_profile_changes_no_number(folder, cache, tmp_path):
     assert without_times(metrics(profiled)) == without_times(metrics(folder))
     assert_same_tensors(profiled, folder)
     assert "c10d::allreduce_" not in check(profiled)
-    table = (profiled / FOLDER / TABLE).read_text()
+    table = (profiled / PROFILE_FOLDER / TABLE_FILE).read_text()
     (row,) = [line.split() for line in table.splitlines() if "aten::convolution_backward " in line]
     assert row[-1] == "12"  # The table counts 12 calls: two layers, two accumulations, three steps
 

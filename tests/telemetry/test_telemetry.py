@@ -13,7 +13,7 @@ import pytest
 
 from onecurve.telemetry import sampling
 from onecurve.telemetry.sampling import Gpu, ProcessInfo, Telemetry, sampled_hosts
-from onecurve.telemetry.summary import GPU_NUMBERS, HOST_NUMBERS, energy_wh, summarize
+from onecurve.telemetry.summary import GPU_MEASUREMENTS, HOST_MEASUREMENTS, energy_wh, summarize
 from tests.conftest import lines, metrics, result, wait_until
 from tests.distributed.test_agreement import two_hosts
 
@@ -37,10 +37,10 @@ def assert_sane(file: Path) -> None:
     assert [line["t"] for line in following] == sorted(line["t"] for line in following)
     for line in (line for line in following if not is_header(line)):
         # Without GPUs, a sample contains only the host's measurements
-        assert line.keys() == {"t", "step", *HOST_NUMBERS}
+        assert line.keys() == {"t", "step", *HOST_MEASUREMENTS}
         assert 0 <= line["cpu_pct"] <= 100
         assert 0 < line["memory_gib"] < first["memory_gib"]
-        assert all(line[name] >= 0 for name in HOST_NUMBERS if line[name] is not None)
+        assert all(line[name] >= 0 for name in HOST_MEASUREMENTS if line[name] is not None)
 
 
 def test_a_run_writes_one_file(folder):
@@ -99,7 +99,7 @@ def test_samples_are_written_at_once_and_a_restart_adds_to_them(tmp_path):
     file, before = tmp_path / "telemetry-a.jsonl", []
     for _ in range(2):
         telemetry = telemetry_of(tmp_path, interval_s=0.02)
-        wait_until(lambda started=telemetry: len(started.unlogged) >= 2)
+        wait_until(lambda started=telemetry: len(started.unlogged_samples) >= 2)
         telemetry.stop()
         assert lines(file)[: len(before)] == before
         before = lines(file)
@@ -227,7 +227,7 @@ def test_answers_of_a_gpu_are_converted(nvml, uuid, first, changes, expected, co
 
 
 def test_a_rate_does_not_fall_below_zero_with_an_interface_that_is_gone(monkeypatch):
-    monkeypatch.setattr(sampling, "_totals_mib", [{"net_sent": 1.0}, {"net_sent": 5.0}].pop)
+    monkeypatch.setattr(sampling, "_io_totals_mib", [{"net_sent": 1.0}, {"net_sent": 5.0}].pop)
     assert sampling.HostMeter().sample()["net_sent_mib_s"] == 0
 
 
@@ -237,7 +237,7 @@ def test_the_telemetry_of_a_host_with_gpus(nvml, tmp_path, capsys, known):
     nvml("GPU-1" if known else "GPU-2", ANSWERS)
     processes = [ProcessInfo("a", 0, "Model X", "1"), ProcessInfo("b", 0, "Model Y", "3")]
     telemetry = telemetry_of(tmp_path, *processes, interval_s=0.05, step=lambda: 7, steps=10)
-    wait_until(lambda: telemetry.unlogged)
+    wait_until(lambda: telemetry.unlogged_samples)
     telemetry.stop()
     header, sample = lines(tmp_path / "telemetry-a.jsonl")[:2]
     assert header["devices"] == ["Model X"]
@@ -260,8 +260,8 @@ HEADER = {"host": "a", "interval_s": 1.0, "devices": ["Model X"], "cpus": 2, "me
 
 
 def sample(t: float, **gpu) -> dict:
-    gpu_values = {"index": 0, "throttle": None, "energy_wh": None} | dict.fromkeys(GPU_NUMBERS) | gpu
-    return {"t": t, "step": 0, "gpus": [gpu_values]} | dict.fromkeys(HOST_NUMBERS, 1.0)
+    gpu_values = {"index": 0, "throttle": None, "energy_wh": None} | dict.fromkeys(GPU_MEASUREMENTS) | gpu
+    return {"t": t, "step": 0, "gpus": [gpu_values]} | dict.fromkeys(HOST_MEASUREMENTS, 1.0)
 
 
 @pytest.mark.parametrize(

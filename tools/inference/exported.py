@@ -20,7 +20,7 @@ from onecurve.data.images import open_images
 from onecurve.data.sources import BUILT_IN_DATA
 from onecurve.flags.recipe import ImageRecipe, recipe_part
 from onecurve.models.preprocessing import DataConfig
-from onecurve.models.script import MOVE, load_script, model_section
+from onecurve.models.script import MOVE_ADVICE, load_script, model_section
 from onecurve.numerics.augment import to_float
 from tools.inference.inference import evaluated_split, pixels_of, preprocessing_of
 
@@ -170,7 +170,7 @@ def check_reloaded(exported: Exported, folder: Path) -> None:
             sys.dont_write_bytecode = True  # don't write __pycache__ into the exported folder
             loaded = load_script(folder / CODE).load(folder)
         except NameError as error:
-            problem = f"the Model section uses {error.name}. {MOVE}"
+            problem = f"the Model section uses {error.name}. {MOVE_ADVICE}"
             raise ValueError(f"{exported.script.__file__}: {problem}") from None
     with torch.inference_mode():
         if not torch.equal(loaded(exported.sample), exported.model(exported.sample)):

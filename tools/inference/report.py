@@ -91,9 +91,9 @@ def write_report(
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".half-", dir=folder) as temporary:
         worst_png, confusion_png, predictions_csv, report_json = (Path(temporary) / name for name in FILES)
-        plots.image_sheet(worst_png, worst, captions, f"{title}: most confident mistakes")
+        plots.draw_image_sheet(worst_png, worst, captions, f"{title}: most confident mistakes")
         headline = f"{title}: top-1 {summary['top1']:.4f}"
-        plots.confusion(confusion_png, summary, headline)
+        plots.draw_confusion(confusion_png, summary, headline)
         prediction_rows = (
             (image_id, file, classes[label], classes[predicted_class], f"{probability:.6f}")
             for image_id, file, label, predicted_class, probability in _image_rows(rows, name_of)

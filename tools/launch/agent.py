@@ -24,7 +24,7 @@ from typing import IO, Any
 import psutil
 
 from onecurve.system import processes
-from onecurve.system.env import EVENTS_FILE, JOB, PREEMPTED, EventReader
+from onecurve.system.env import EVENTS_FILE_VARIABLE, JOB_VARIABLE, PREEMPTED_STATUS, EventReader
 from tools.launch.hosts import connection_addresses, event_line, requests
 
 BEAT_S = 5  # seconds between heartbeats from launch.py
@@ -69,9 +69,9 @@ def _run_job(arguments: dict[str, Any], events: EventReader, received: Inbox) ->
         received: Queue of later requests and signals.
     """
     is_elastic = bool(arguments["job"])
-    arguments["env"][EVENTS_FILE] = str(events.file)
+    arguments["env"][EVENTS_FILE_VARIABLE] = str(events.file)
     if is_elastic:
-        arguments["env"][JOB] = arguments["job"]
+        arguments["env"][JOB_VARIABLE] = arguments["job"]
     try:
         launcher = _start_launcher(arguments)
     except (ValueError, OSError) as error:
@@ -85,8 +85,8 @@ def _run_job(arguments: dict[str, Any], events: EventReader, received: Inbox) ->
     output_thread.join(5)
     _send_new_events(events, statuses)
     # Launchers replace most exit statuses of their processes with 1.
-    if exit_status != 0 and PREEMPTED in statuses <= {0, PREEMPTED}:
-        return PREEMPTED
+    if exit_status != 0 and PREEMPTED_STATUS in statuses <= {0, PREEMPTED_STATUS}:
+        return PREEMPTED_STATUS
     return 128 - exit_status if exit_status < 0 else exit_status
 
 
@@ -144,7 +144,7 @@ def _start_launcher(arguments: dict[str, Any]) -> subprocess.Popen[bytes]:
 def _kill_previous_round(job: str) -> None:
     """Kill the processes from this job's previous round. That round's agent may still be running."""
     candidates = psutil.process_iter(["environ"])
-    processes.kill([process for process in candidates if (process.info["environ"] or {}).get(JOB) == job])
+    processes.kill([other for other in candidates if (other.info["environ"] or {}).get(JOB_VARIABLE) == job])
 
 
 def _forward_output(output: IO[bytes]) -> None:

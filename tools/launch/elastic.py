@@ -32,7 +32,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from onecurve.system.env import MOST_HOSTS, PER_DEVICE, PREEMPTED, ROUND
+from onecurve.system.env import MOST_HOSTS_VARIABLE, PER_DEVICE_VARIABLE, PREEMPTED_STATUS, ROUND_VARIABLE
 from onecurve.system.text import plural
 from tools.launch.agent import FENCE_S
 from tools.launch.hosts import SSH_FAILED, Host, is_this_host
@@ -259,9 +259,9 @@ class ElasticJob(Launcher):
         host_names = ", ".join(member.host.name for member in chosen)
         size = f"{plural(len(chosen), 'host')}, {plural(plan.processes, 'process')}"
         self.log(f"starting on {size}: {host_names}")
-        env = {MOST_HOSTS: str(self.most_hosts), ROUND: str(next(self.rounds))}
+        env = {MOST_HOSTS_VARIABLE: str(self.most_hosts), ROUND_VARIABLE: str(next(self.rounds))}
         if self.began:
-            env[PER_DEVICE] = str(self.batch["per_device"])
+            env[PER_DEVICE_VARIABLE] = str(self.batch["per_device"])
         elif remark := plan.remark(chosen):
             self.log(remark)
         plan.start(chosen, self.name, **env)
@@ -349,9 +349,9 @@ class ElasticJob(Launcher):
         if self.is_finished or not any(statuses):  # a launcher may be stopped after training has finished
             return 0
         if self.signals:
-            return self.end_preempted() if PREEMPTED in statuses else 128 + self.signals[0]
+            return self.end_preempted() if PREEMPTED_STATUS in statuses else 128 + self.signals[0]
         lost_names = [member.host.name for member in self.members if member.status == SSH_FAILED]
-        is_saved = PREEMPTED in statuses and set(statuses) <= {0, PREEMPTED, SSH_FAILED}
+        is_saved = PREEMPTED_STATUS in statuses and set(statuses) <= {0, PREEMPTED_STATUS, SSH_FAILED}
         if is_saved and not lost_names:
             for host_name, reason in self.leavers.items():
                 self.leaves_until[host_name] = time.monotonic() + LEAVE_S
@@ -409,7 +409,7 @@ class ElasticJob(Launcher):
 
         Prefer a new host if there are several.
         """
-        failed_members = [member for member in self.members if member.status not in (0, PREEMPTED)]
+        failed_members = [member for member in self.members if member.status not in (0, PREEMPTED_STATUS)]
 
         def likelihood(member: HostConnection) -> tuple[int, bool]:
             return failure_cause(member)[0], member.host.name in self.trained_hosts

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from onecurve.system.env import PREEMPTED, PROCESSES
+from onecurve.system.env import PREEMPTED_STATUS, PROCESSES_VARIABLE
 from onecurve.system.paths import ROOT
 from tools.launch.agent import SUSPENDED
 from tools.launch.hosts import SSH_FAILED, Host, master_address
@@ -110,7 +110,10 @@ class LaunchPlan:
                 "start",
                 job=job,
                 words=self.words(rank, address),
-                env=selected_devices(connection.host) | self.env | {PROCESSES: str(self.processes)} | env,
+                env=selected_devices(connection.host)
+                | self.env
+                | {PROCESSES_VARIABLE: str(self.processes)}
+                | env,
                 master=(address, self.port) if len(connections) > 1 else None,
                 first=rank == 0,
             )
@@ -198,7 +201,7 @@ class JobRunner(Launcher):
     def _exit_status(self) -> int:
         if not self.failed and all(connection.status == 0 for connection in self.connections):
             return 0
-        preempted = [connection for connection in self.failed if connection.status == PREEMPTED]
+        preempted = [connection for connection in self.failed if connection.status == PREEMPTED_STATUS]
         if preempted and (self.signals or self.failed[0] in preempted):  # hosts that fail later were stopped
             return self.end_preempted()
         if self.signals:

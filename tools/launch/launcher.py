@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from onecurve.distributed.hang import Evidence, hang_table
-from onecurve.system.env import PREEMPTED
+from onecurve.system.env import PREEMPTED_STATUS
 from onecurve.system.gpus import visible_devices
 from onecurve.system.processes import is_under_nohup
 from tools.launch.agent import BEAT_S
@@ -177,8 +177,8 @@ class Launcher(ABC):
             self.log(f"the stacks of all threads are in {self.log_dir}/hang_rank_*.txt")
 
     def end_preempted(self) -> int:
-        self.log(f"preempted: the same command continues the job (exit status {PREEMPTED})")
-        return PREEMPTED
+        self.log(f"preempted: the same command continues the job (exit status {PREEMPTED_STATUS})")
+        return PREEMPTED_STATUS
 
     def log(self, text: str) -> None:
         """Print a line. Ignore errors if the process reading stdout (for example `| tee`) has ended."""

@@ -7,8 +7,8 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
-from onecurve.flags.fields import declared, without_left
-from onecurve.run.schemas import SearchResult, kinds
+from onecurve.flags.fields import declared_values, without_removed
+from onecurve.run.schemas import SearchResult, value_types
 from onecurve.system.files import read_json, typed_values
 from onecurve.system.paths import public_path
 from onecurve.system.text import plural
@@ -66,7 +66,7 @@ class Comparison:
         jobs = [run.job for run in runs]
         hosts = [plural(run.facts.get("hosts", "?"), "host") for run in runs]
         shared_flags = [name for name in runs[0].recipe if all(name in run.recipe for run in runs)]
-        positions = declared("in_names")
+        positions = declared_values("in_names")
         naming_flags = [name for name in shared_flags if name in positions]
         naming_flags.sort(key=lambda name: positions[name])
         other_flags = [name for name in shared_flags if name not in (*naming_flags, *_result_flags())]
@@ -99,14 +99,14 @@ class Comparison:
 def read_search(file: Path) -> dict[str, Any]:
     """Read a result file of find_batch_size.py. Raise ValueError for any other file."""
     try:
-        search, wrong_keys = typed_values(read_json(file), kinds(SearchResult))
+        search, wrong_keys = typed_values(read_json(file), value_types(SearchResult))
     except OSError as error:
         raise ValueError(f"{file} can't be read: {error.strerror}") from None
     needed = ("script", "strategy", "processes", "recipe", "trials")
     missing = [name for name in needed if name not in search and name not in wrong_keys]
     if problems := [*wrong_keys, *missing]:
         raise ValueError(f"{file} is not a {SEARCH_RESULT}. Missing or wrong keys: {', '.join(problems)}")
-    return search | {"recipe": without_left(search["recipe"])}
+    return search | {"recipe": without_removed(search["recipe"])}
 
 
 # --- Comparing
@@ -207,7 +207,7 @@ def run_settings(run: RunRecord) -> dict[str, str]:
 
 def _result_flags() -> list[str]:
     """Return the flags that specify where a run's results are stored. All runs differ in these flags."""
-    return [name for name, files in declared("locates").items() if files == "results"]
+    return [name for name, files in declared_values("locates").items() if files == "results"]
 
 
 def _flag_value(name: str, settings: dict[str, Any]) -> str:
@@ -248,7 +248,7 @@ def comparison_page(comparison: Comparison, picture: str, pages: list[str | None
         picture=picture,
         different=[[name, *map(code_span, values)] for name, values in setting_differences(runs).items()],
         searches=[
-            fill_missing(search, kinds(SearchResult))
+            fill_missing(search, value_types(SearchResult))
             | {"name": f"{search['script']}, {search['strategy']} x {search['processes']}"}
             for search in comparison.searches
         ],

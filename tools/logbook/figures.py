@@ -5,7 +5,7 @@ from glob import escape
 from pathlib import Path
 from statistics import fmean
 
-from onecurve.run.plots import Panel, confusion, panel, panels
+from onecurve.run.plots import Panel, curves_panel, draw_confusion, draw_panels
 from onecurve.system.files import discard, own_files
 from onecurve.system.text import plural
 from tools.logbook.comparison import Comparison
@@ -21,11 +21,11 @@ def draw_run(run: RunRecord, folder: Path) -> list[str]:
     title = f"{run.model} on {run.data}, {run.where}"
     for name, rows in {"curves": _curves(run), "telemetry": _telemetry(run)}.items():
         if rows:
-            panels(scratch / f"{name}.png", rows, title)
+            draw_panels(scratch / f"{name}.png", rows, title)
     for name, report in {"training": run.confusion, **run.reports}.items():
         if {"confusion", "mistakes"} & report.keys():
             split = f", {report['split']} split" if "split" in report else ""
-            confusion(scratch / f"confusion_{name}.png", report, title + split)
+            draw_confusion(scratch / f"confusion_{name}.png", report, title + split)
         for worst in own_files(run.folder, f"validation/{escape(name)}/worst.png"):
             try:
                 read_picture(worst).save(scratch / f"worst_{name}.png")
@@ -50,15 +50,15 @@ def _curves(run: RunRecord) -> list[list[Panel]]:
     lines = [line | {time: line["wall_s"] / unit_s} for line in run.metrics]
     loss, accuracy = ("train/loss", "val/loss"), ("val/accuracy", "val/raw_accuracy")
     rows = [
-        [panel(lines, "step", "loss", loss), panel(lines, time, "loss", loss)],
-        [panel(lines, "step", "accuracy", accuracy), panel(lines, time, "accuracy", accuracy)],
+        [curves_panel(lines, "step", "loss", loss), curves_panel(lines, time, "loss", loss)],
+        [curves_panel(lines, "step", "accuracy", accuracy), curves_panel(lines, time, "accuracy", accuracy)],
         [
-            panel(lines, "step", "learning rate", ("train/lr",)),
-            panel(lines, "step", f"{run.unit}/s", ("train/images_per_s",)),
+            curves_panel(lines, "step", "learning rate", ("train/lr",)),
+            curves_panel(lines, "step", f"{run.unit}/s", ("train/images_per_s",)),
         ],
     ]
     if over_time := _hosts_over_time(run, time, unit_s):
-        rows.append([over_time, panel(lines, time, f"{run.unit}/s", ("train/images_per_s",))])
+        rows.append([over_time, curves_panel(lines, time, f"{run.unit}/s", ("train/images_per_s",))])
     has_accuracy = bool(rows[1][0].curves)
     for loss_panel in rows[0]:
         loss_panel.is_log = not has_accuracy  # a regression loss falls by several orders of magnitude
@@ -110,7 +110,7 @@ def _telemetry(run: RunRecord) -> list[list[Panel]]:
                 times.append(seconds / unit_s)
                 values.append(device[name])
         telemetry_panels.append(Panel(f"time, {unit}", label, dict(curves), from_zero=True))
-    with_curves = [panel for panel in telemetry_panels if panel.curves]
+    with_curves = [curves_panel for curves_panel in telemetry_panels if curves_panel.curves]
     return [with_curves] if with_curves else []
 
 
@@ -139,4 +139,4 @@ def draw_comparison(comparison: Comparison, file: Path) -> None:
         for fact, bar_panel in bars.items():
             if values := [run.facts[fact] for run in runs if fact in run.facts]:
                 bar_panel.bars[name] = fmean(values)
-    panels(file, [[accuracy, loss], list(bars.values())], f"{first.model} on {first.data}")
+    draw_panels(file, [[accuracy, loss], list(bars.values())], f"{first.model} on {first.data}")

@@ -9,7 +9,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from onecurve.run.starts import MOST_IN_TURN, Start
+from onecurve.run.starts import MAX_IN_TURN, Start
 from onecurve.system.paths import public_path
 from onecurve.system.text import plural
 from tools.logbook.markdown import code_span, text
@@ -32,16 +32,16 @@ UNRECORDED = "started by an earlier version without records of starts (settings 
 
 def over_steps(run: RunRecord, value: SettingReader) -> Any:
     """Return the last start's setting, or text such as `a to step 60, then b` if the starts differ."""
-    settings_and_steps = [(text(value(start.about)), start.last) for start in run.kept]
+    settings_and_steps = [(text(value(start.settings)), start.last) for start in run.kept]
     groups = groupby(settings_and_steps, key=lambda pair: pair[0])
     distinct_settings = [(setting, list(group)[-1][1]) for setting, group in groups]
     if len(distinct_settings) < 2:
         return value(run.last)
     texts = [Markup("{} to step {:,}").format(setting, last) for setting, last in distinct_settings[:-1]]
     texts.append(distinct_settings[-1][0])
-    if len(texts) > MOST_IN_TURN:
-        left_out = Markup("{} others").format(len(texts) - MOST_IN_TURN + 1)
-        texts = [*texts[: MOST_IN_TURN - 2], left_out, texts[-1]]
+    if len(texts) > MAX_IN_TURN:
+        left_out = Markup("{} others").format(len(texts) - MAX_IN_TURN + 1)
+        texts = [*texts[: MAX_IN_TURN - 2], left_out, texts[-1]]
     return Markup(", then ").join(texts)
 
 
@@ -119,7 +119,7 @@ def recipe_value(run: RunRecord, name: str) -> Any:
 
 def is_default(run: RunRecord, name: str, default: Any) -> bool:
     """Return True if a flag had its default value in all starts."""
-    recipes = [start.about.get("recipe", {}) for start in run.kept]
+    recipes = [start.settings.get("recipe", {}) for start in run.kept]
     return all(recipe.get(name, default) == default for recipe in (*recipes, run.recipe))
 
 
@@ -128,7 +128,7 @@ def commands(run: RunRecord) -> str:
 
     If starts used different commands, return each command after a comment with its steps.
     """
-    start_commands = [command(start.about) for start in run.kept]
+    start_commands = [command(start.settings) for start in run.kept]
     if len(set(start_commands)) < 2:
         return command(run.about)
     steps = [f"# steps {start.first + 1:,} to {start.last:,}" for start in run.kept]
@@ -148,7 +148,7 @@ def rows(run: RunRecord) -> list[list[Any]]:
 
 
 def _start_row(run: RunRecord, index: int) -> list[Any]:
-    start, settings = run.starts[index], run.starts[index].about
+    start, settings = run.starts[index], run.starts[index].settings
     began_at = time.strftime("%Y-%m-%d %H:%M", time.gmtime(settings["at"])) if "at" in settings else None
     steps = f"{start.first + 1:,} to {start.last:,}" if start.last > start.first else "none"
     previous = next((earlier for earlier in run.starts[:index][::-1] if earlier.first < start.first), None)
@@ -161,9 +161,9 @@ def _start_row(run: RunRecord, index: int) -> list[Any]:
 
 def _setting_changes(previous: Start, start: Start) -> list[str]:
     """Return changes of settings without a column, for example `torch was 2.11.0, now 2.15.0`."""
-    pairs = {name: (previous.about.get(name), start.about.get(name)) for name in KEYS_WITHOUT_COLUMN}
+    pairs = {name: (previous.settings.get(name), start.settings.get(name)) for name in KEYS_WITHOUT_COLUMN}
     for name in ("versions", "sharding"):
-        old, new = previous.about.get(name, {}), start.about.get(name, {})
+        old, new = previous.settings.get(name, {}), start.settings.get(name, {})
         pairs |= {key: (old.get(key), new.get(key)) for key in old | new}
     pairs["commit"] = pairs.pop("git_commit")
     known = {name: pair for name, pair in pairs.items() if None not in pair}
@@ -179,10 +179,10 @@ def resume_verdict(run: RunRecord) -> str:
         return f"The recipe changed. {'. '.join(change.capitalize() for change in run.recipe_changes)}."
     if not run.kept[0].is_recorded:
         return "The run does not record whether all steps were trained with the same recipe."
-    if len({str(start.about.get("git_commit")) for start in run.kept}) > 1:
+    if len({str(start.settings.get("git_commit")) for start in run.kept}) > 1:
         consequence = "The new code may have changed the training."
         return f"The recipe did not change, but the commit changed. {consequence}"
-    if len({start.about.get("per_device_batch_size") for start in run.kept}) > 1:
+    if len({start.settings.get("per_device_batch_size") for start in run.kept}) > 1:
         return (
             "The recipe did not change, but the number of images per forward pass changed. BatchNorm,"
             " dropout, drop path and mixup depend on this number. Training without these methods changed"

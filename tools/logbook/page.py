@@ -5,9 +5,9 @@ from collections.abc import Collection, Iterator
 from operator import methodcaller
 from typing import Any
 
-from onecurve.flags.fields import declared
+from onecurve.flags.fields import declared_values
 from onecurve.flags.recipe import METRICS
-from onecurve.run.schemas import RecipeFile, Report, Result, Stamp, kinds
+from onecurve.run.schemas import RecipeFile, Report, Result, Stamp, value_types
 from onecurve.system.files import own_files
 from onecurve.system.paths import public_path
 from onecurve.system.text import some_of
@@ -37,9 +37,10 @@ def run_page(run: RunRecord, stem: str, pictures: list[str]) -> str:
 
     `stem` is the page's file name without suffix, and the name of the plot folder.
     """
-    from onecurve.run.end_tables import early_end  # this import loads torch
+    from onecurve.run.end_tables import early_end_in_words  # this import loads torch
 
-    facts, about = fill_missing(run.facts, kinds(Result)), fill_missing(run.about, kinds(RecipeFile))
+    facts = fill_missing(run.facts, value_types(Result))
+    about = fill_missing(run.about, value_types(RecipeFile))
     recipe = {name: [code_span(name), history.recipe_value(run, name)] for name in run.recipe}
     defaults = about["defaults"] or {}
     flags_with_default = [name for name in recipe if name in defaults]
@@ -51,7 +52,7 @@ def run_page(run: RunRecord, stem: str, pictures: list[str]) -> str:
         pictures=pictures,
         facts=facts,
         about=about,
-        early_end=early_end(run.facts),
+        early_end=early_end_in_words(run.facts),
         evaluations=(evaluations := _headline_evaluations(run)),
         measured=_metric_rows(evaluations.values()),
         reports={name: _report_rows(report) for name, report in run.reports.items() if report},
@@ -78,7 +79,7 @@ def index_values(run: RunRecord) -> dict[str, Any]:
     values = {"model": run.model, "data": run.data, "is_rehearsal": run.is_rehearsal}
     values |= {name: run.over_starts(methodcaller("get", name)) for name in SET_BY_STARTS}
     defaults = run.about.get("defaults") or {}
-    in_columns = {*values, *declared("locates")}
+    in_columns = {*values, *declared_values("locates")}
     changed = [name for name in defaults if name not in in_columns and name in run.recipe]
     changed = [name for name in changed if not history.is_default(run, name, defaults[name])]
     values["flags"] = ", ".join(f"{name} {public_path(flag_text(run.recipe[name]))}" for name in changed)
@@ -126,7 +127,7 @@ def _metric_rows(evaluations: Collection[dict[str, Any]]) -> list[tuple[str, str
 def _report_rows(report: dict[str, Any]) -> dict[str, Any]:
     """Return a validate.py report with a row for each class, or only for the classes with the lowest F1."""
     classes, columns = report.get("classes", []), report.get("per_class", {})
-    shown = fill_missing(report, kinds(Report)) | {"rows": [], "shown": "All classes"}
+    shown = fill_missing(report, value_types(Report)) | {"rows": [], "shown": "All classes"}
     if any(len(columns.get(name) or ()) != len(classes) for name in PER_CLASS):
         return shown
     shown_classes = list(range(len(classes)))
@@ -146,7 +147,7 @@ def _stamps_with_changes(run: RunRecord) -> list[dict[str, Any]]:
     for stamp in run.stamps:
         # Runs from earlier versions have no starts.jsonl, so their stamps do not contain this file's hash.
         changed = [name for name in files if files[name] != stamp.get("files", {}).get(name, "")]
-        outcomes.append(fill_missing(stamp, kinds(Stamp)) | {"changed": some_of(changed)})
+        outcomes.append(fill_missing(stamp, value_types(Stamp)) | {"changed": some_of(changed)})
     return outcomes
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from PIL import Image
 
-from onecurve.flags.fields import declared, without_left
+from onecurve.flags.fields import declared_values, without_removed
 from onecurve.flags.recipe import METRICS, parse_fold, score
 from onecurve.run.schemas import (
     Confusion,
@@ -24,10 +24,18 @@ from onecurve.run.schemas import (
     StartLine,
     TelemetryLine,
     Verified,
-    kinds,
+    value_types,
 )
-from onecurve.run.starts import CONTENT, CROPPED, STARTS, Start, in_order, in_turn, kept
-from onecurve.system.files import Kind, parse_json, read_own, sha256_of, typed_values
+from onecurve.run.starts import (
+    CROPPED_IMAGES,
+    DATA_CONTENT,
+    STARTS_FILE,
+    Start,
+    in_turn,
+    kept_starts,
+    starts_in_order,
+)
+from onecurve.system.files import ValueType, parse_json, read_own_file, sha256_of, typed_values
 from onecurve.system.paths import public_path
 from onecurve.system.text import plural
 
@@ -44,7 +52,7 @@ MEANING = {  # what each kind of verification proves if there is no difference
     " training run produced the weights. The differences in the replayed steps are reported without a"
     " verdict.",
 }
-COMPARED_FILES = ("recipe.json", "result.json", "metrics.jsonl", STARTS)  # files that verify.py compares
+COMPARED_FILES = ("recipe.json", "result.json", "metrics.jsonl", STARTS_FILE)  # files that verify.py compares
 MOST_BYTES = 2**31  # maximum size of a file. 14 days of telemetry from 8 GPUs are smaller
 MOST_SAMPLES = 5_000  # telemetry samples per host on a page. 64 hosts write 8 GB of samples a day
 FEWEST_SPEEDS = 8  # minimum number of throughput values for deciles
@@ -54,17 +62,17 @@ HALF_PRECISION = {
     "autocast": "by autocast (weights and residual stream in fp32)",
     "weights": "weights and all activations",
 }
-KINDS: dict[str, dict[str, Kind]] = {
-    "recipe.json": kinds(RecipeFile),
-    STARTS: kinds(StartLine),
-    "result.json": kinds(Result),
-    "metrics.jsonl": {**kinds(MetricsLine), "*": float},
-    "telemetry.jsonl": kinds(TelemetryLine),
-    "confusion.json": kinds(Confusion),
-    "report.json": kinds(Report),
-    VERIFIED: kinds(Verified),
+KINDS: dict[str, dict[str, ValueType]] = {
+    "recipe.json": value_types(RecipeFile),
+    STARTS_FILE: value_types(StartLine),
+    "result.json": value_types(Result),
+    "metrics.jsonl": {**value_types(MetricsLine), "*": float},
+    "telemetry.jsonl": value_types(TelemetryLine),
+    "confusion.json": value_types(Confusion),
+    "report.json": value_types(Report),
+    VERIFIED: value_types(Verified),
 }
-for name in ("recipe.json", STARTS):
+for name in ("recipe.json", STARTS_FILE):
     del KINDS[name]["argv"]  # pages show `command`, which contains the words that the user typed
 
 
@@ -97,7 +105,7 @@ class RunRecord:
         self.folder = folder
         self.problems: list[str] = []
         self.about = self._read_json("recipe.json")
-        self.recipe = without_left(self.about.get("recipe", {}))
+        self.recipe = without_removed(self.about.get("recipe", {}))
         self.metrics = self._read_lines("metrics.jsonl", {"step", "epoch", "wall_s"})
         self.evaluations = [line for line in self.metrics if "val/loss" in line]
         self.telemetry = {
@@ -107,12 +115,12 @@ class RunRecord:
         if not self.telemetry and self.recipe.get("telemetry_s") != 0:
             self.problems.append("telemetry-<host>.jsonl is missing")
         result = self._read_json("result.json")
-        start_lines = self._read_lines(STARTS, set()) if (folder / STARTS).exists() else []
+        start_lines = self._read_lines(STARTS_FILE, set()) if (folder / STARTS_FILE).exists() else []
         best_began = [line.get("step", 0) for line in start_lines if resets_best_result(line)]
         self.derived = self._derive_facts(max(best_began, default=0))
         self.facts = self.derived | result
-        self.starts = in_order([*map(add_derived_values, start_lines)], self.facts.get("steps", 0))
-        self.kept = kept(self.starts)
+        self.starts = starts_in_order([*map(add_derived_values, start_lines)], self.facts.get("steps", 0))
+        self.kept = kept_starts(self.starts)
         shows_classes = self.facts["status"] == "finished" and "best_accuracy" in self.facts
         has_confusion = shows_classes or (folder / "confusion.json").exists()
         self.confusion = self._read_matrix("confusion.json") if has_confusion else {}
@@ -221,19 +229,19 @@ class RunRecord:
     def last(self) -> dict[str, Any]:
         """Settings of the last start that trained steps in the final result, in starts.jsonl's format."""
         if self.kept and self.kept[-1] is not self.starts[-1]:
-            return self.facts | self.kept[-1].about
+            return self.facts | self.kept[-1].settings
         hosts = self.about.get("hosts") or self.facts.get("hosts", 1)
         return self.about | self.facts | {"hosts": hosts}
 
     def over_starts(self, value: Callable[[dict[str, Any]], Any]) -> Any:
         """Return the last start's setting, or text such as `a, then b` if the starts differ."""
-        settings = [value(start.about) for start in self.kept]
+        settings = [value(start.settings) for start in self.kept]
         values = ["unknown" if setting is None else str(setting) for setting in settings]
         return in_turn(values) if len(set(values)) > 1 else value(self.last)
 
     def as_of(self, start: Start) -> "RunRecord":
         """Return a copy of the run in which all starts have the given start's settings."""
-        run, settings = copy.copy(self), start.about
+        run, settings = copy.copy(self), start.settings
         if start is self.starts[-1]:
             run.about = settings | self.about
             return run
@@ -244,14 +252,14 @@ class RunRecord:
         run.facts["hosts"] = host_count(settings)
         if {"epochs", "steps_per_epoch"} <= settings.keys():
             run.facts["total_steps"] = settings["epochs"] * settings["steps_per_epoch"]
-        if any(resets_best_result(later.about) for later in self.kept if later.first >= start.last):
+        if any(resets_best_result(later.settings) for later in self.kept if later.first >= start.last):
             run.unknown = {"val_name", "val_images", "test_name", "test_images"}
         return run
 
     @property
     def is_one_job(self) -> bool:
         """True unless the strategy, the devices or the hosts changed during the run."""
-        return not self.changes and len({where(start.about) for start in self.kept}) <= 1
+        return not self.changes and len({where(start.settings) for start in self.kept}) <= 1
 
     @property
     def recipe_changes(self) -> list[str]:
@@ -336,7 +344,7 @@ class RunRecord:
 
     def _file_content(self, name: str) -> bytes | None:
         try:
-            return read_own(self.folder, name, MOST_BYTES)
+            return read_own_file(self.folder, name, MOST_BYTES)
         except FileNotFoundError:
             self.problems.append(f"{name} is missing")
         except OSError as error:
@@ -408,9 +416,9 @@ class RunRecord:
 def _sample_lines(raw_lines: list[str]) -> list[str]:
     """Select about MOST_SAMPLES telemetry samples, including each process's first and last sample."""
     first_lines = [number for number, raw_line in enumerate(raw_lines) if raw_line.startswith('{"host"')]
-    kept = {*first_lines, *(number - 1 for number in (*first_lines, len(raw_lines)))}
-    kept |= {*range(0, len(raw_lines), 1 + len(raw_lines) // MOST_SAMPLES)}
-    return [raw_lines[number] for number in sorted(kept - {-1})]
+    kept_starts = {*first_lines, *(number - 1 for number in (*first_lines, len(raw_lines)))}
+    kept_starts |= {*range(0, len(raw_lines), 1 + len(raw_lines) // MOST_SAMPLES)}
+    return [raw_lines[number] for number in sorted(kept_starts - {-1})]
 
 
 def device_summary(settings: dict[str, Any]) -> str:
@@ -450,7 +458,7 @@ def recipe_change(start: Start, shown: Callable[[str], str] = public_path) -> st
         start: Start of a run.
         shown: Function that converts a value (possibly a private path) to public text.
     """
-    pairs = start.about.get("changed", {}).items()
+    pairs = start.settings.get("changed", {}).items()
     return "; ".join(
         f"{name} was {shown(flag_text(pair[0]))}, now {shown(flag_text(pair[1]))}"
         for name, pair in pairs
@@ -463,7 +471,9 @@ def resets_best_result(start: dict[str, Any]) -> bool:
 
     `start` is a line of starts.jsonl.
     """
-    return not {CONTENT, CROPPED, *declared("measures_best")}.isdisjoint(start.get("changed", {}))
+    return not {DATA_CONTENT, CROPPED_IMAGES, *declared_values("measures_best")}.isdisjoint(
+        start.get("changed", {})
+    )
 
 
 def add_derived_values(start_line: dict[str, Any]) -> dict[str, Any]:

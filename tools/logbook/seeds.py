@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from onecurve.flags.fields import declared
-from onecurve.system.text import natural
+from onecurve.flags.fields import declared_values
+from onecurve.system.text import natural_sort_key
 from tools.logbook.run_record import RunRecord, mixed_precision
 
 ALPHA = 0.05  # significance level of the test
@@ -106,7 +106,7 @@ def group(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Group]:
 def _make_group(members: list[tuple[str, RunRecord]]) -> Group:
     name, first = members[0]
     parts = [part for part in name.split(", ") if not part.startswith(("seed ", "fold "))]
-    runs = sorted((run for _, run in members), key=lambda run: natural(_seed_label(run)))
+    runs = sorted((run for _, run in members), key=lambda run: natural_sort_key(_seed_label(run)))
     values = {_seed_label(run): headline_accuracy(run) or 0.0 for run in runs}
     return Group(", ".join(parts) or first.job, values, tuple(runs), first.fold[1] if first.fold else 0)
 
@@ -125,7 +125,7 @@ def headline_accuracy(run: RunRecord) -> float | None:
 
 def _group_key(run: RunRecord) -> str:
     """Return a key that consists of the settings that all runs in a group share."""
-    left_out = {"seed", *declared("locates")}
+    left_out = {"seed", *declared_values("locates")}
     recipe = {name: value for name, value in run.recipe.items() if name not in left_out}
     recipe |= {"holdout": ["folds", run.fold[1]]} if run.fold else {}
     settings = [run.facts.get("script"), run.about.get("source"), run.where, run.recipe_changes]

@@ -36,8 +36,8 @@ from onecurve.distributed.ema import EMA
 from onecurve.distributed.job_accelerator import JobAccelerator
 from onecurve.distributed.layout import layout_of, to_local
 from onecurve.distributed.strategy import precision, strategy
-from onecurve.flags.recipe import Batch, ImageRecipe, untrained
-from onecurve.models.script import CLASSES, load_script, recipe_of
+from onecurve.flags.recipe import Batch, ImageRecipe, without_training_flags
+from onecurve.models.script import CLASS_COUNT, load_script, recipe_of
 from onecurve.numerics.order import reseed
 from onecurve.telemetry.flops import Device, find_device
 from onecurve.upstream import torch_fakes
@@ -129,14 +129,14 @@ class Training:
         if not (isinstance(recipe, ImageRecipe) and hasattr(script, "build_model")):
             supported = "plan.py supports only scripts that train on images."
             raise ValueError(f"{words[0]} does not define build_model(). {supported}")
-        recipe = dataclasses.replace(untrained(recipe), grad_compression="no", compile="no")
+        recipe = dataclasses.replace(without_training_flags(recipe), grad_compression="no", compile="no")
         self.recipe = recipe
         batch = Batch(size * processes, size, processes, 1)
         self.accelerator = start_as_rank_0(config_file, batch, hosts, recipe)
         self.accelerator.short_attention = device is not None and _has_kernel(device, self.accelerator)
         torch.manual_seed(recipe.seed)
         with torch.device("meta"):
-            self.model = script.build_model(recipe, CLASSES)
+            self.model = script.build_model(recipe, CLASS_COUNT)
 
     def wrap(self) -> None:
         """Build the optimizer, and wrap model and optimizer with the engine."""

@@ -16,7 +16,7 @@ from onecurve.checkpoint import format as checkpoints
 from onecurve.checkpoint.format import OPTIMIZER_FILE, STATE_FILE, step_name
 from onecurve.data.class_names import match_classes
 from onecurve.flags.recipe import METRICS
-from onecurve.run.evaluation import CONFUSED
+from onecurve.run.evaluation import MAX_CONFUSION_CLASSES
 from onecurve.system.files import read_json
 from onecurve.system.text import plural, some_of
 from tools.logbook.run_record import COMPARED_FILES, RunRecord
@@ -110,11 +110,11 @@ def recorded_steps_per_epoch(run: RunRecord) -> int:
 
 def contradictions(run: RunRecord, kept: list[int]) -> list[str]:
     """Return contradictions between the run's files. `kept` contains the run's checkpoint steps."""
-    starts = [start for start in run.kept if "steps_per_epoch" in start.about]
+    starts = [start for start in run.kept if "steps_per_epoch" in start.settings]
     facts, per_epoch = run.facts, recorded_steps_per_epoch(run.as_of(starts[-1]) if starts else run)
     findings = [line for line in run.problems if line.startswith(COMPARED_FILES)]
     if starts:
-        last = run.starts[-1].about
+        last = run.starts[-1].settings
         findings += [
             f"{name} in recipe.json differs from the last start in starts.jsonl"
             for name in run.about
@@ -147,7 +147,7 @@ def contradictions(run: RunRecord, kept: list[int]) -> list[str]:
     for line in run.metrics:
         step = line["step"]
         epoch_lengths = {
-            start.about["steps_per_epoch"] for start in starts if start.first <= step <= start.last
+            start.settings["steps_per_epoch"] for start in starts if start.first <= step <= start.last
         }
         if line["epoch"] not in [step / length for length in epoch_lengths or {per_epoch}]:
             return [*findings, f"the log contains a wrong epoch for step {line['step']:,}: {line['epoch']:g}"]
@@ -217,7 +217,7 @@ def class_sizes(replay: RunRecord, split: str) -> list[int]:
     if split == "val" and "val_images" in matrix:
         return matrix["val_images"]
     rows = matrix.get("confusion", [])
-    return [sum(row) for row in rows] or [1] * (CONFUSED + 1)
+    return [sum(row) for row in rows] or [1] * (MAX_CONFUSION_CLASSES + 1)
 
 
 def _first_findings(findings: Iterator[str]) -> list[str]:

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from onecurve.checkpoint.format import step_name, step_of, steps_in, verify
-from onecurve.flags.fields import flags_where, without_left
+from onecurve.flags.fields import flags_where, without_removed
 from onecurve.flags.recipe import METRICS
-from onecurve.models.preprocessing import FLAGS, LEGACY
+from onecurve.models.preprocessing import CROP_FLAGS, LEGACY
 from onecurve.models.script import load_script, own_script, recipe_class
 from onecurve.run.schemas import Stamp
 from onecurve.system.files import read_yaml, write_json
@@ -242,7 +242,10 @@ class Verification:
         except ValueError as error:
             yield f"the checkpoint of step {step:,}: {error}"
             return
-        trained_recipe, recipe = without_left(manifest.get("recipe", {})), self._part_at(step).record.recipe
+        trained_recipe, recipe = (
+            without_removed(manifest.get("recipe", {})),
+            self._part_at(step).record.recipe,
+        )
         changed = [name for name in trained_recipe if trained_recipe[name] != recipe.get(name)]
         if changed:
             values = ", ".join(f"{name} {trained_recipe[name]}, not {recipe.get(name)}" for name in changed)
@@ -288,7 +291,7 @@ class Verification:
         names = self._repeated_flags()
         values = {name: run.recipe[name] for name in names if run.recipe.get(name) is not None}
         micro_batch = self.flags.per_device_batch_size or run.facts.get("per_device_batch_size")
-        preprocessing_flags = [name for name in FLAGS if name in names]
+        preprocessing_flags = [name for name in CROP_FLAGS if name in names]
         # Earlier versions did not record the preprocessing.
         preprocessing = run.about.get("preprocessing", {"interpolation": LEGACY})
         values |= {name: preprocessing[name] for name in preprocessing_flags if name in preprocessing}
@@ -375,7 +378,7 @@ class Verification:
         """Yield logged evaluations at steps at which neither an epoch nor a start (--max_steps) ended."""
         kept = self.record.kept
         if kept and all(start.is_recorded for start in kept):
-            ends = {start.about.get("recipe", {}).get("max_steps") for start in self.record.starts}
+            ends = {start.settings.get("recipe", {}).get("max_steps") for start in self.record.starts}
             for step in sorted(self._not_repeated(replayed) - ends):
                 reason = "but neither an epoch nor a start ended at this step"
                 yield f"the log contains an evaluation at step {step:,}, {reason}"
