@@ -81,7 +81,7 @@ def conversion_warnings(stats: Sequence[ImageStats], is_cropped: bool) -> list[s
     """Return a warning for each type of lossy conversion that affects at least NAMED_SHARE of the images.
 
     Args:
-        looks: Properties of the sampled images.
+        stats: Properties of the sampled images.
         is_cropped: Whether evaluations crop the images.
     """
     if not stats:

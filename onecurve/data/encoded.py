@@ -96,10 +96,10 @@ class EncodedImages(ABC):
         return content
 
     def decode(self, index: int, strict: bool = False) -> np.ndarray:
-        """Decode image i.
+        """Decode one image.
 
         Args:
-            i: Index of the image in this split.
+            index: Index of the image in this split.
             strict: Whether to reject JPEGs with missing data.
 
         Returns:

@@ -54,7 +54,7 @@ def check_own_gpu(channel: Channel, own_rank: int, processes: int, own_uuid: str
         channel: Channel to the other ranks.
         own_rank: This process's rank.
         processes: Number of processes in the job.
-        own_gpu: Unique name of this process's GPU.
+        own_uuid: UUID of this process's GPU.
 
     Raises:
         ValueError: If two processes use the same GPU.

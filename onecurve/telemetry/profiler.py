@@ -44,14 +44,14 @@ def begin_profile(device: torch.device, first: int, steps: Steps, folder: Path |
 
 
 class Profile:
-    """Profile of the optimizer steps first, first + 1 and first + 2, written to profile/.
+    """Profile of three consecutive optimizer steps, written to profile/.
 
     The caller must call end_step() after each step.
 
     Args:
         device: Device of this process.
-        first: First profiled step, counted from 1.
-        done: Number of steps that were completed before this process started.
+        first_step: First profiled step, counted from 1.
+        done_steps: Number of steps that were completed before this process started.
         folder: Folder of the run.
     """
 

@@ -26,7 +26,11 @@ MUTANTS = {
     "kill-rank": [("onecurve/checkpoint/optimizer_state.py", FILL, FILL.replace("send_", "0 * send_"))],
     "kill-agent": [("onecurve/system/processes.py", "SIG, signal.SIGTERM", "SIG, signal.SIGKILL")],
     "cut-cable": [
-        ("tools/launch/elastic.py", "if host.name not in self.away and not self._is_excluded(host)", ""),
+        (
+            "tools/launch/elastic.py",
+            "[host for host in responding if not self._is_excluded(host)]",
+            "self.hosts",
+        ),
         ("tools/launch/elastic.py", "SETTLE_S if self.began else CONNECT_S", "9999"),
     ],
     "power-off": [
