@@ -55,7 +55,7 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
     parser = command_parser(__doc__, "%(prog)s [flags] [SCRIPT [SCRIPT_FLAGS ...]]")
     add_host_flags(parser, hostfile=ROOT / "hostfile")
     add = parser.add_argument
-    config_help = "Accelerate config file of the job, for example accelerate_configs/ddp_2gpu.yaml."
+    config_help = "The job's Accelerate config file, for example accelerate_configs/ddp_2gpu.yaml."
     add("--config_file", type=config_file, metavar="FILE", help=config_help)
     data_help = "Training data that every host must be able to read: a folder, or an S3 prefix with shards."
     add("--data", metavar="PATH|URL", help=data_help)

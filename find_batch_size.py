@@ -95,7 +95,7 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
     """Return the search's flags, with the script and its flags in the attribute `script`."""
     parser = command_parser(__doc__, "%(prog)s --config_file FILE [flags] SCRIPT [SCRIPT_FLAGS ...]")
     add = parser.add_argument
-    config_help = "Accelerate config file of the job, for example accelerate_configs/ddp_2gpu.yaml."
+    config_help = "The job's Accelerate config file, for example accelerate_configs/ddp_2gpu.yaml."
     add("--config_file", type=config_file, required=True, metavar="FILE", help=config_help)
     add(
         "--hostfile",

@@ -157,7 +157,7 @@ class Job:
                     return step
             time.sleep(0.1)
         state = f"made no progress for {PATIENCE_S} s" if self.is_running() else "ended"
-        raise RuntimeError(f"The job {state}. Read the cause in {self.log}.")
+        raise RuntimeError(f"The job {state}. See the cause in {self.log}.")
 
     def newest(self) -> tuple[int, int]:
         """Return the number of processes, and the step of the latest logged loss, or 0 without a loss."""
@@ -207,7 +207,7 @@ class Job:
             if counts := re.findall(r"continuing at step [\d,]+ and repeating (\d+) steps?", text):
                 return list(map(int, counts))
             time.sleep(0.1)
-        raise RuntimeError(f"launch.py did not report the change of a host. Read the cause in {self.log}.")
+        raise RuntimeError(f"launch.py did not report the change of a host. See the cause in {self.log}.")
 
     def stop(self) -> None:
         """Stop the job with SIGTERM, so that it saves a checkpoint and ends."""
@@ -393,7 +393,7 @@ def main() -> int:
         "--lr",
         type=float,
         metavar="RATE",
-        help=f"learning rate (default: {EXACT_LR:g}, or without --deterministic {rates})",
+        help=f"learning rate (default: {EXACT_LR:g} with --deterministic, otherwise {rates})",
     )
     add(
         "--folder",

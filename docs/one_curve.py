@@ -83,7 +83,7 @@ def wait_for_store(port: int) -> None:
 def wait_for(folder: Path, step: int, first: psutil.Popen) -> None:
     while len(losses(folder)) < step:
         if first.poll() is not None:
-            raise SystemExit(f"The elastic run ended before step {step}. Read the cause in {folder}.log.")
+            raise SystemExit(f"The elastic run ended before step {step}. See the cause in {folder}.log.")
         time.sleep(0.5)
 
 

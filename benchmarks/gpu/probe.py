@@ -110,7 +110,7 @@ def watched(script: Any, words: list[str], flags: Any, names: str, *more: str) -
             torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
-    return {"error": "the training run ended before its last watch"} if pending else results
+    return {"error": "the training run ended before the last measurement"} if pending else results
 
 
 def facts_of(script: Any, run: Run) -> dict[str, Any]:

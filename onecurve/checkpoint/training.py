@@ -159,7 +159,7 @@ class TrainingState:
         return specs | ({checkpoints.EMA_FILE: model_specs} if self.ema else {})
 
     def _snapshot_for(self, file: str, specs: Specs) -> Snapshot:
-        """Return the snapshot for this rank's pieces of the file's tensors.
+        """Return the snapshot of this rank's tensor pieces in the file.
 
         If dtypes or shapes have changed, this method creates a new snapshot.
         """

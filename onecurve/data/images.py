@@ -31,7 +31,7 @@ IMBALANCE_RATIO = 10  # minimum ratio of the largest to the smallest class size 
 
 @dataclass(frozen=True)
 class Images:
-    """Data set that consists of splits and class names.
+    """Data set with its splits and class names.
 
     Attributes:
         source: Data set name and content key, which are the same on all hosts with the same data.

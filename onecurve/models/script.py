@@ -47,7 +47,7 @@ def own_script(script_name: str | None) -> Path:
     scripts = {path.stem: path for path in sorted(ROOT.glob("train_*.py"))}
     if script_name not in scripts:
         raise ValueError(
-            f"the model was trained by {script_name!r}, which is not a script of this project"
+            f"the model was trained by {script_name!r}, which is not one of this project's scripts"
             f" ({', '.join(scripts)}). If you trust that script, pass its path with --script."
         )
     return scripts[script_name]

@@ -248,7 +248,7 @@ class ObjectStore:
             if size_and_tag is None or size_and_tag[0] != size:
                 fault = "does not exist" if size_and_tag is None else f"has {size_and_tag[0]:,} bytes"
                 raise WrongSize(
-                    f"{self.url}/{key} {fault}, but an object of {size:,} bytes is expected. Use a different"
+                    f"{self.url}/{key} {fault}, but {size:,} bytes are expected. Use a different"
                     " copy of the data"
                 )
             for part in self.stream(key, size, size_and_tag[1]):

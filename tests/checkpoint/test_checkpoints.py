@@ -519,7 +519,7 @@ def test_a_run_keeps_these_checkpoints(straight):
 
 
 def test_a_file_system_that_cannot_sync_folders(tmp_path, capfd):
-    """Check that a run reports only once if its file system, such as /proc, can't sync folders."""
+    """Check that a run reports only once that its file system can't sync folders. An example is /proc."""
     sync(Path("/proc"))
     assert "this file system can't sync a folder (Invalid argument)" in capfd.readouterr().err
     words = [*LONG, "--max_steps", "100", "--output_dir", tmp_path / "run"]

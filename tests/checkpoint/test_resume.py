@@ -62,7 +62,7 @@ STOPS = (1, 9, 14, 15)
 
 
 class Training:
-    """Training run of one script that is started several times."""
+    """Script that a test starts several times."""
 
     def __init__(self, script: str, folder, cache, project, *flags):
         self.words = [*SCRIPTS[script], *FLAGS, *flags, *cache, "--output_dir", folder]

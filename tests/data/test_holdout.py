@@ -205,7 +205,7 @@ SIGNALS = {
 
 @pytest.mark.parametrize("name", ["SIGTERM", full("SIGKILL")])
 def test_a_run_stopped_in_its_last_evaluation_can_be_finished(name, finished, cache, tmp_path):
-    """Check that the last step's state is saved, although the model may contain the best weights by then."""
+    """Check that the last step's state is saved, even if the model already contains the best weights."""
     status, lines_of_script = SIGNALS[name]
     project = copy_project(tmp_path / "project")
     mutate(project, "train_cnn_a.py", TESTED, lines_of_script)

@@ -208,7 +208,7 @@ SEVERAL += [ONE | {"step": 4, "changed": {"lr": [0.1, 0.01]}, "command": ["pytho
 
 
 def test_a_page_lists_the_starts_of_its_run(book, tmp_path):
-    """Check that the page's title, settings and command, the index and a comparison show the starts."""
+    """Check that the run's page, the index and a comparison list all starts of the run."""
     last = {"strategy": "single", "processes": 1, "train_s": 9.0}
     folder = write_starts(write_run(tmp_path / "run", **last), *SEVERAL)
     assert is_golden("starts.md", page_of(book, "add", folder), tmp_path)

@@ -336,7 +336,7 @@ def test_no_code_of_a_checkpoint_runs(copy, cache, tmp_path):
     evil.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     for name in ("train_evil", str(evil.with_suffix("")), "../train_evil", "validate"):
         with pytest.raises(
-            ValueError, match="which is not a script of this project \\(train_cnn_a, train_cnn_b"
+            ValueError, match="which is not one of this project's scripts \\(train_cnn_a, train_cnn_b"
         ):
             own_script(name)
     forge(latest(copy), written_by={"script": str(evil.with_suffix(""))})

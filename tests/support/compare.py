@@ -27,7 +27,10 @@ def difference(promise: str, step: object, name: str, value: Any, reference: Any
 
 
 def assert_same_losses(log: list[dict], reference: list[dict], within: float = 1e-5) -> None:
-    """Check that two logs contain the same steps and learning rates, and losses within the tolerance."""
+    """Check that two logs contain the same steps and learning rates.
+
+    The logs' losses may differ by `within`.
+    """
     for line, reference_line in zip_longest(log, reference, fillvalue={}):
         step = line.get("step", reference_line.get("step"))
         for name in ("step", "train/lr"):
@@ -99,7 +102,7 @@ def assert_same_end(folder: Path, reference: Path) -> None:
 
 
 def assert_same_state(folder: Path, reference: Path) -> None:
-    """Compare the newest state.json files of two runs, except for times."""
+    """Compare the newest state.json files of two runs, ignoring times."""
     states = [json.loads((latest(f) / "state.json").read_text()) for f in (folder, reference)]
     for state in states:
         assert state.pop("train_s") > 0

@@ -356,9 +356,7 @@ def test_a_wrong_endpoint_is_refused(endpoint, message, store, monkeypatch):
 def test_a_download_of_another_size_is_refused(store, proxy, tmp_path):
     store.write("a", b"content")
     (tmp_path / "a").write_bytes(b"of an earlier try")
-    assert "has 7 bytes, but an object of 8 bytes is expected" in refused(
-        store.download, "a", tmp_path / "a", 8
-    )
+    assert "has 7 bytes, but 8 bytes are expected" in refused(store.download, "a", tmp_path / "a", 8)
     assert "does not exist" in refused(store.download, "b", tmp_path / "b", 8)
     assert os.listdir(tmp_path) == []
     assert not sent(proxy, "GET")

@@ -61,7 +61,7 @@ def next_size(ran: dict[int, float], failed: set[int], limit_gib: float, quantum
 
 
 def _predicted_size(ran: dict[int, float], limit_gib: float, quantum: int) -> int:
-    """Predict the largest batch size that fits into memory from smaller sizes that ran successfully."""
+    """Predict the largest batch size that fits in memory, based on smaller sizes that ran successfully."""
     if not ran:
         return max(1, FIRST_SIZE // quantum) * quantum
     smallest_ok, largest_ok = min(ran), max(ran)

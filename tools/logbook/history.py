@@ -180,7 +180,7 @@ def resume_verdict(run: RunRecord) -> str:
     if not run.kept[0].is_recorded:
         return "The run does not record whether all steps were trained with the same recipe."
     if len({str(start.settings.get("git_commit")) for start in run.kept}) > 1:
-        consequence = "The new code may have changed the training."
+        consequence = "The new code may have affected the training result."
         return f"The recipe did not change, but the commit changed. {consequence}"
     if len({start.settings.get("per_device_batch_size") for start in run.kept}) > 1:
         return (

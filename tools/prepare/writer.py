@@ -70,7 +70,7 @@ class ShardWriter:
         self.shards = [_Shard(folder / f"{split}-{index:05d}.tar") for index in range(shards)]
 
     def write(self, images: Sequence[RawImage]) -> None:
-        """Queue images for writing. If an earlier write failed, raise the error of that write."""
+        """Queue images for writing. If an earlier write failed, raise its error."""
         batch: list[tuple[_Shard, bytes]] = []
         for image in images:
             drawn_shards = _draw_shards(*self.key, self.count // IMAGES_PER_DRAW, len(self.shards))
@@ -117,7 +117,7 @@ class ShardWriter:
     def _wait_for_writes(self, max_pending: int) -> None:
         """Wait until at most `max_pending` batches are queued.
 
-        If an earlier write failed, raise the error of that write.
+        If an earlier write failed, raise its error.
         """
         while len(self.pending) > max_pending:
             self.pending.popleft().result()
