@@ -39,9 +39,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from onecurve.checkpoint.weights import TrainedModel, load_everywhere, load_weights, open_script
-from onecurve.data.class_folders import find_pictures
 from onecurve.data.conversions import ImageStats, conversion_warnings, image_stats
-from onecurve.data.workers import Pictures, Preprocessing, picture_batches
 from onecurve.distributed.agreement import agree
 from onecurve.distributed.precision import autocast_forward
 from onecurve.distributed.process import run_process
@@ -50,6 +48,7 @@ from onecurve.flags.recipe import parse, setting
 from onecurve.system.files import write_bytes, write_csv, write_text
 from onecurve.system.text import plural, printable
 from tools.inference.inference import Inference, preprocessing_of, record_head_inputs, without_local_rank
+from tools.inference.pictures import Pictures, Preprocessing, find_pictures, picture_batches
 
 # Data sets whose images are not cropped if the checkpoint does not record cropping
 WHOLE = ("digits", "cifar10", "synthetic")

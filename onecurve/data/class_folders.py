@@ -5,18 +5,15 @@ class or follow cyclic links. They also take seconds to import at every start an
 """
 
 import contextlib
-import glob
 import os
 import re
 import shlex
-import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from onecurve.data.decode import EXTENSIONS, HEIC_ADVICE, HEIC_EXTENSIONS
-from onecurve.system.output import log
 from onecurve.system.text import printable, some_of
 
 # Folder names of evaluation splits, in order of preference, mapped to the reported split name
@@ -340,40 +337,3 @@ def links_above(path: Path) -> bool:
 
 def _raise_error(error: OSError) -> NoReturn:
     raise error
-
-
-def find_pictures(arguments: Sequence[str]) -> list[str]:
-    """Return the image files that command-line arguments specify, in order and without duplicates.
-
-    Args:
-        arguments: Files, folders (searched recursively), glob patterns, or `-` to read a list of files from
-            stdin.
-
-    Raises:
-        ValueError: If a folder contains no images, a pattern matches no files, or no files are specified.
-    """
-    files: list[str] = []
-    left_out = IgnoredFiles()
-    for argument in arguments:
-        if argument == "-":
-            files += [path_line.rstrip("\r\n") for path_line in sys.stdin if path_line.strip()]
-        elif os.path.isdir(argument):
-            images = [os.path.join(argument, name) for name in list_images(Path(argument), left_out)]
-            if not images:
-                other_files = f", but {left_out}" if left_out.counts else ""
-                raise ValueError(f"{argument} contains no images{other_files}. Pass a folder with images")
-            files += images
-        elif glob.has_magic(argument) and not os.path.exists(argument):
-            matches = sorted(name for name in glob.glob(argument, recursive=True) if os.path.isfile(name))
-            if not matches:
-                raise ValueError(f"the pattern {argument} matches no files")
-            files += matches
-        else:
-            files.append(argument)
-    if not files:
-        raise ValueError(
-            "no images were specified. Pass files, folders, glob patterns, or - to read a list from stdin"
-        )
-    if left_out.counts:
-        log.warning(f"ignored files: {left_out}")
-    return list(dict.fromkeys(files))

@@ -10,11 +10,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
-from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,12 +21,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from onecurve.data.crops import CROP_SCALE, evaluation_crop, random_resized_crop
-from onecurve.data.decode import decode_image, torchcodec_decoder
+from onecurve.data.decode import torchcodec_decoder
 from onecurve.data.encoded import EncodedImages
 from onecurve.models.preprocessing import IMAGENET_CROP, Crop
-from onecurve.numerics.augment import CROP, FLIP, send, send_arrays, to_float
+from onecurve.numerics.augment import CROP, FLIP, send, send_arrays
 from onecurve.numerics.order import Plan, uniforms
-from onecurve.system.files import first_retry, note_retry, retried
+from onecurve.system.files import first_retry, note_retry
 from onecurve.system.output import log
 from onecurve.system.text import printable
 from onecurve.upstream.python_ import on_unsent
@@ -100,10 +99,10 @@ def decoded(
         num_workers=workers,
         prefetch_factor=PREFETCHED_PER_WORKER if workers else None,
         multiprocessing_context=_forkserver() if workers else None,
-        worker_init_fn=_start_worker if workers else None,
+        worker_init_fn=start_worker if workers else None,
         pin_memory=device.type == "cuda",
     )
-    with closing(_while_workers_live(loader)) as batches:
+    with closing(while_workers_live(loader)) as batches:
         for (images, broken, error, retry), (epoch, ids) in zip(batches, items, strict=False):
             if retry:
                 note_retry(retry)
@@ -130,7 +129,7 @@ def skipped() -> list[int]:
     return sorted(_skipped)
 
 
-def _while_workers_live(loader: Iterable[Item]) -> Generator[Item, None, None]:
+def while_workers_live(loader: Iterable[Item]) -> Generator[Item, None, None]:
     """Yield the loader's batches. Closing this generator ends the worker processes.
 
     Raises:
@@ -310,7 +309,7 @@ def _kill_workers() -> None:
             process.kill()
 
 
-def _start_worker(_: int) -> None:
+def start_worker(_: int) -> None:
     """Make a worker ignore signals to the process group, and end the worker when the trainer ends.
 
     torch's watchdog does not end the worker, because it only checks the worker's parent process. This parent
@@ -334,62 +333,3 @@ def _start_worker(_: int) -> None:
 def _exit_unsent(error: Exception, _) -> None:
     log.warning(f"a decoding process can't send its images: {error}")
     os._exit(1)
-
-
-# Images to predict
-
-
-class Preprocessing(NamedTuple):
-    """Settings that determine how an image is converted to the model's input."""
-
-    size: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    is_cropped: bool  # True applies `crop`; False resizes the whole image
-    crop: Crop = IMAGENET_CROP
-
-
-class Pictures(Dataset[tuple[int, Tensor | str]]):
-    """Data set of model inputs, float32 [3, S, S]. The item for an unreadable image is an error message."""
-
-    def __init__(self, files: Sequence[str], preprocessing: Preprocessing):
-        self.files, self.preprocessing = files, preprocessing
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, index: int) -> tuple[int, Tensor | str]:
-        size, mean, std, is_cropped, crop = self.preprocessing
-        try:
-            pixels = decode_image(retried(Path(self.files[index]).read_bytes)())  # uint8 [H, W, 3]
-        except OSError as error:
-            return index, error.strerror or str(error)
-        except ValueError as error:
-            return index, str(error)
-        pixels = np.ascontiguousarray(evaluation_crop(pixels, size, crop)) if is_cropped else pixels
-        return index, to_float(torch.from_numpy(pixels)[None], mean, std, size, crop.enlargement)[0]
-
-
-class PictureBatch(NamedTuple):
-    """Model inputs for a batch's readable images, with error messages for the unreadable images."""
-
-    ids: np.ndarray  # int64 [b]
-    inputs: Tensor  # float32 [b, 3, S, S]
-    broken: list[tuple[int, str]]  # ids and error messages
-
-
-def picture_batches(
-    pictures: Pictures, ids: Sequence[int], size: int, workers: int
-) -> Iterator[PictureBatch]:
-    """Yield batches of up to `size` images in the order of `ids`, decoded in `workers` processes."""
-    batches = [list(ids[start : start + size]) for start in range(0, len(ids), size)]
-    options: dict[str, Any] = {"worker_init_fn": _start_worker} if workers else {}
-    loader = DataLoader(pictures, batch_sampler=batches, num_workers=workers, collate_fn=_collate, **options)
-    yield from _while_workers_live(loader)
-
-
-def _collate(items: list[tuple[int, Tensor | str]]) -> PictureBatch:
-    intact = [(index, content) for index, content in items if isinstance(content, Tensor)]
-    broken = [(index, content) for index, content in items if isinstance(content, str)]
-    inputs = torch.stack([content for _, content in intact]) if intact else torch.empty(0)
-    return PictureBatch(np.array([index for index, _ in intact], np.int64), inputs, broken)

@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 
 from onecurve.data import cache
 from onecurve.data.cache import PreparedData, prepare_cache, prepare_data
-from onecurve.data.class_folders import IgnoredFiles, find_pictures, folders_beside_splits, list_splits
+from onecurve.data.class_folders import IgnoredFiles, folders_beside_splits, list_splits
 from onecurve.data.decode import EXTENSIONS, FORMATS, decode_image
 from onecurve.data.images import load, open_images, summary, warnings
 from onecurve.data.splits import FileSplit
@@ -37,6 +37,7 @@ from tests.support.data_sets import (
     put,
     write_parquet,
 )
+from tools.inference.pictures import find_pictures
 from tools.prepare.preparation import find_dataset
 
 # PIL warns when it reads palette images with transparency.

@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 import export
 import train_cnn_a
 from onecurve.checkpoint.weights import TrainedModel, find_model
-from onecurve.data.workers import Pictures, Preprocessing
 from onecurve.models.preprocessing import DataConfig
 from onecurve.models.script import load_script
 from onecurve.system.files import write_json
@@ -29,6 +28,7 @@ from tests.conftest import RESNET, ROOT, STRATEGIES, VIT, full, metrics, python,
 from tests.scripts.conftest import QUICK
 from tests.support.commands import call
 from tools.inference.exported import MODEL_PY, Exported, open_trained
+from tools.inference.pictures import Pictures, Preprocessing
 from tools.logbook.card import model_card
 
 SCRIPTS = {"cnn_b": RESNET, "vit": VIT}

@@ -20,14 +20,13 @@ from torch import nn
 import predict
 from onecurve.checkpoint.weights import find_model
 from onecurve.data.cache import prepare_data
-from onecurve.data.class_folders import find_pictures
 from onecurve.data.conversions import conversion_warnings
 from onecurve.data.crops import evaluation_crop
 from onecurve.data.images import open_images
-from onecurve.data.workers import Pictures, Preprocessing, picture_batches
 from onecurve.numerics.augment import to_float
 from tests.conftest import Job, full, lines, python, result, run, torchrun
 from tools.inference.inference import record_head_inputs
+from tools.inference.pictures import Pictures, Preprocessing, find_pictures, picture_batches
 
 COUNT = 360  # Number of held-out digits
 
