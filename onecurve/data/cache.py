@@ -365,7 +365,7 @@ def _sample_shards(new_folder: Path, shard_folder: str) -> list[list[ImageStats]
 
 
 def _decode_chunks(chunks: list[Chunk], beat: Heartbeat, advance: Callable[[int], None]) -> list[ValueError]:
-    """Call _decode(*chunk) for each chunk in one thread per core, and return one error per broken image.
+    """Call _decode_chunk(*chunk) for each chunk with one thread per core. Return one error per broken image.
 
     Threads run in parallel because the decoders release the GIL. If beat() raises an exception or an image
     has an unexpected size, each thread finishes its current chunk and stops.

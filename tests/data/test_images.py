@@ -232,7 +232,7 @@ def test_a_run_of_an_earlier_version_is_not_resumed_with_another_crop():
     with pytest.raises(
         ValueError, match=r"on whole images, because an earlier version .* uses cropped images"
     ):
-        opening._from_checkpoint(checkpoint, is_new=False)
+        opening._state_from_checkpoint(checkpoint, is_new=False)
 
 
 def test_images_much_taller_than_wide_are_shifted_within_themselves():

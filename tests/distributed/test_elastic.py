@@ -77,7 +77,7 @@ def test_the_micro_batch_does_not_depend_on_the_number_of_hosts(agent):
 def test_launch_py_receives_the_trained_micro_batch(agent, monkeypatch):
     """Check that all rounds use the micro-batch size of two hosts. Three hosts can't share the batch."""
     reported = []
-    monkeypatch.setattr(rendezvous, "report", lambda _, **facts: reported.append(facts["per_device"]))
+    monkeypatch.setattr(rendezvous, "report_event", lambda _, **facts: reported.append(facts["per_device"]))
     for processes in ("3", "2"):
         agent(LAUNCH_MOST_HOSTS="3", WORLD_SIZE=processes, LOCAL_WORLD_SIZE="1")
         with contextlib.suppress(ValueError):

@@ -62,7 +62,7 @@ def mark_phases(file: str) -> None:
     track(tracking.Run, "begin", "main", "opening", after="training")
     track(evaluation, "evaluate", "main", "evaluating")
     track(tracking.Run, "finish", "main", "end", after="end")
-    track(saver.Saver, "_write", "thread", "saving")
+    track(saver.Saver, "_write_checkpoint", "thread", "saving")
 
 
 def phase_in(file: Path) -> str:

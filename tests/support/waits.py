@@ -119,7 +119,7 @@ def waits_of(script: ModuleType, recipe: Recipe, images: Images, read: int) -> C
         meter = Meter(run.accelerator, run.batch, keeps_ids=False)
         parts = meter, Mock(), Mock(since_write_s=lambda: 0.0), MagicMock()
         run._preprocessing = preprocessing
-        run.begun = Ranks(run.recipe, steps, RunState(), *parts, record=None, newest=0)
+        run.begun = Ranks(run.recipe, steps, RunState(), *parts, record=None, newest_saved_step=0)
         run.begun.take = Mock()
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
@@ -137,7 +137,7 @@ def waits_of(script: ModuleType, recipe: Recipe, images: Images, read: int) -> C
         (Run, "begin"): begin,
         (Run, "folder"): Path(),
         (ending, "end_failed"): lambda *_: None,
-        (Run, "finish"): lambda run, name: setattr(run, "finished", True),
+        (Run, "finish"): lambda run, name: setattr(run, "has_finished", True),
         (script, builder): lambda *args: _on_cuda(build, *args),
         (script, "load"): lambda *_: images,
         (script, "plot"): lambda *_: None,

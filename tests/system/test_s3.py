@@ -363,7 +363,7 @@ def test_a_download_of_another_size_is_refused(store, proxy, tmp_path):
     with pytest.raises(FileNotFoundError):
         store.download("a", tmp_path / "none" / "a", 7)
     proxy.add("no_ranges", lambda handler: handler.headers.__delitem__("Range"), None, "GET")
-    assert "the store ignores byte ranges" in refused(store._read_piece, "a", 2, 4, None)
+    assert "the store ignores byte ranges" in refused(store._read_part, "a", 2, 4, None)
     assert proxy.faults["no_ranges"] == 1
 
 
