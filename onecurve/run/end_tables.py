@@ -128,11 +128,10 @@ def _weight_table(
             rows.append((model, evaluation.get(f"val/{metric}"), reason))
     sign = 1 if METRICS[metric].is_share else -1
     # Only files in the first checkpoint are candidates. A file without a metric is the last choice.
-    first_checkpoint = rows[0][0].parent
     scores = {
         file: -math.inf if value is None else sign * value
         for file, value, _ in rows
-        if file.parent == first_checkpoint
+        if file.parent == rows[0][0].parent
     }
     recommended_file = max(scores, key=scores.__getitem__)
     table = Table(title="weight files, with the recommended file marked")

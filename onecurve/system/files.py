@@ -180,7 +180,10 @@ def free_space(folder: Path, error: OSError) -> str:
     """Describe the free space on a folder's disk, such as `12 MiB are free`, or an exhausted quota."""
     if error.errno == errno.EDQUOT:
         return "the user, group or project quota is exhausted, even if the disk has free space"
-    return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free"
+    try:
+        return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free"
+    except OSError:  # The folder may be on a disk that no longer responds
+        return "the free space is unknown"
 
 
 def not_written(subject: str, folder: Path, error: OSError) -> ValueError:
