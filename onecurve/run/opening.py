@@ -170,9 +170,10 @@ class Opening:
         steps_not_on_rank_0 = set(steps_in(Path(folder) / "checkpoints")) - set(saved_steps)
         newest_by_rank = gather_object([max(steps_not_on_rank_0, default=-1)])
         if (step := max(newest_by_rank)) > max(saved_steps, default=-1) and not self.recipe.s3:
+            # The message contains no `host NAME`, by which tools/launch/elastic.py finds a host to exclude.
             raise ValueError(
-                f"host {hosts[newest_by_rank.index(step)]} stores the run's checkpoint of step {step:,} in"
-                f" {folder}, but host {hosts[0]}, which runs rank 0, does not. Copy the folder to {hosts[0]},"
+                f"{hosts[newest_by_rank.index(step)]} stores the run's checkpoint of step {step:,} in"
+                f" {folder}, but {hosts[0]}, which runs rank 0, does not. Copy the folder to {hosts[0]},"
                 " use a shared folder, or specify --s3. To start a new run, choose a different --output_dir"
             )
 

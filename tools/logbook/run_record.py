@@ -416,9 +416,9 @@ class RunRecord:
 def _sample_lines(raw_lines: list[str]) -> list[str]:
     """Select about MOST_SAMPLES telemetry samples, including each process's first and last sample."""
     first_lines = [number for number, raw_line in enumerate(raw_lines) if raw_line.startswith('{"host"')]
-    kept_starts = {*first_lines, *(number - 1 for number in (*first_lines, len(raw_lines)))}
-    kept_starts |= {*range(0, len(raw_lines), 1 + len(raw_lines) // MOST_SAMPLES)}
-    return [raw_lines[number] for number in sorted(kept_starts - {-1})]
+    sampled_numbers = {*first_lines, *(number - 1 for number in (*first_lines, len(raw_lines)))}
+    sampled_numbers |= {*range(0, len(raw_lines), 1 + len(raw_lines) // MOST_SAMPLES)}
+    return [raw_lines[number] for number in sorted(sampled_numbers - {-1})]
 
 
 def device_summary(settings: dict[str, Any]) -> str:
