@@ -201,10 +201,10 @@ def test_hosts_join_are_lost_and_are_replaced(numbers, tmp_path, project_copy):
     Each sample is trained once, in the order of the uninterrupted run. Losses differ only by rounding errors.
     """
     insert_in_loop(project_copy, "train_hello.py", SLOW_STEP)
-    train = [*LONG, "--max_steps", "3000", "--log_samples"]
+    train = [*LONG, "--epochs", "100", "--log_samples"]  # Longer than any host takes to join
     env = {"STEP_S": "0.02", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PET_NNODES": "1:2"}
     words = [*elastic_agent(free_port()), *train, "--model_folder", tmp_path]
-    folder = tmp_path / "train_hello" / "ddp_64_30_2_1"
+    folder = tmp_path / "train_hello" / "ddp_64_100_2_1"
     hosts = [Job(words, cwd=project_copy, env=env)]
     wait_for_steps(folder, 30, 1, hosts[0])
     for number in numbers:
