@@ -63,7 +63,7 @@ def main() -> None:
         action="append",
         default=[],
         metavar="FOLDER",
-        help="folder of which each host uses a separate copy (repeatable)",
+        help="folder to copy for each host (repeatable)",
     )
     verb = verbs.add_parser(
         "run",

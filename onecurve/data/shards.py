@@ -323,7 +323,7 @@ class ShardImages(EncodedImages):
         with open(shard, "rb", buffering=0) as file:
             header = os.pread(file.fileno(), HEADER_BYTES, offset - HEADER_BYTES)
         try:
-            # If the bytes are not a header, the checksum does not match, so they never appear in messages.
+            # The header's checksum keeps other bytes out of messages.
             return printable(tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").name)
         except tarfile.HeaderError:
             return ""

@@ -265,8 +265,8 @@ def read_labels(
         check_known(
             where, f"the {split} split", {str(name_of[value]) for value in column.values}, map(str, train)
         )
-        # If the splits' class names are identical, labels are not looked up by name, because a name may occur
-        # twice.
+        # A class name may occur twice, so labels are not looked up by name if the splits' class names are
+        # identical.
         is_same = bool(names[split]) and split_classes == train
         numbers = np.array([value if is_same else label_of[name_of[value]] for value in column.values])
         labels[split] = TableLabels(numbers[column.codes], rows[split])

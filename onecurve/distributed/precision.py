@@ -59,8 +59,8 @@ def settle_precision(
         elif mixed_precision == "bf16":
             config["bf16"] = {"enabled": False}
         if config.get("bf16", {}).get("enabled"):
-            # If this setting were True, DeepSpeed would wait for the device, and silently skip steps with
-            # non-finite gradients.
+            # With True, DeepSpeed would wait for the device, and silently skip steps with non-finite
+            # gradients.
             config["bf16"].setdefault("check_grad_overflow", False)
     strategy_name = strategy(accelerator)
     if compression != "no" and strategy_name not in ("single", "ddp"):

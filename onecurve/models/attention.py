@@ -107,9 +107,8 @@ def use_kernel(model: nn.Module) -> bool:
 def kernel_failure(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str | None:
     """Return the reason why the kernel can't compute the model's attention on this device.
 
-    The kernel runs forward and backward once for each shape, and its results are compared with those of
-    plain_attention(). Without this check, a driver or compiler failure would end training. The check draws no
-    random numbers.
+    The kernel runs forward and backward once for each shape, and its results must match plain_attention().
+    Without this check, a driver or compiler failure would end training. The check draws no random numbers.
 
     Returns:
         The reason, or an empty string if the kernel works. None means that no layer is suitable, or that the

@@ -68,7 +68,7 @@ def end_preempted(ranks: Ranks, reason: str) -> None:
 def end_early(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> None:
     """Write `preempted` to result.json, without a checkpoint, after a signal that arrived before training."""
     folder = _expected_folder(accelerator, recipe, batch) if accelerator.is_main_process else None
-    # If a record exists, another process owns the folder, or the owner was killed
+    # The file exists if another process owns the folder, or if the owner was killed
     if folder and not (folder / OWNER_FILE).exists():
         file = folder / "result.json"
         with contextlib.suppress(ValueError, OSError):

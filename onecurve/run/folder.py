@@ -189,7 +189,7 @@ class RunFolder:
             # Require the same recipe even if no checkpoint is downloaded, because the mirror removes older
             # checkpoints.
             if stored_step >= 0:
-                # If this checkpoint is damaged, fetch_newest() finds an intact checkpoint.
+                # This checkpoint may be damaged. fetch_newest() then finds an intact checkpoint.
                 with contextlib.suppress(checkpoints.DamagedCheckpoint, WrongSize):
                     check_recipe(store.url, read_manifest(store, stored_step)[1], self.recipe)
             if stored_step > local_step:

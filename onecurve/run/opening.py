@@ -226,7 +226,7 @@ class Opening:
         elif not is_comparable:
             log.info("the best result is reset, because the data or the flags of the evaluation have changed")
         if checkpoint.step == steps.last or state.is_over(recipe.patience):
-            # If only the end of the run is missing, evaluate again, because the plots need predictions.
+            # Only the end of the run is missing. Evaluate again, because the plots need predictions.
             state = dataclasses.replace(state, evaluated=False)
         return state, has_optimizer
 

@@ -125,8 +125,7 @@ class MainRecord:
             self.result_end["peak_flops"] = self.utilisation.peak_flops
             self.result_end["mfu_pct"] = mfu_pct
         with explaining_write_errors("the result of the run", folder):
-            # If the run was interrupted, the last evaluation may be newer than the evaluation in the
-            # checkpoint.
+            # In an interrupted run, the last evaluation may be newer than the evaluation in the checkpoint.
             checkpoints.write_step_index(folder / "checkpoints", state.step, state.best_step)
             # After one day, computing the telemetry summaries takes seconds. A launcher that stops a run does
             # not wait for seconds, so an unfinished run's page computes the summaries instead.

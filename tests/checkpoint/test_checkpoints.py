@@ -201,7 +201,7 @@ def test_a_rank_fails_in_a_gather(strategy, fault, project_copy, tmp_path):
     status, output = Job(words, cwd=project_copy, env=env).wait(60)
     assert status != 0
     assert re.search(message, output), output
-    # If the rank is stopped, the training step's collective also reports that it is waiting
+    # With a stopped rank, the training step's collective also reports that it is waiting
     if fault != "stopped":
         assert output.count("error: ") == 1, output
         assert "[/" not in "".join(line for line in output.splitlines() if "error: " in line), output

@@ -43,8 +43,8 @@ def test_a_run_records_each_of_its_starts(name, tmp_path, cache):
     last = record.starts[-1].settings
     assert last["changed"] == {"lr": [0.003, 0.001]}
     assert resume_verdict(record) == f"The recipe changed. Step {steps[-1][0]}: lr was 0.003, now 0.001."
-    assert {name: last[name] for name in record.about if name in last} == {
-        name: value for name, value in record.about.items() if name != "defaults"
+    assert {name: last[name] for name in record.settings if name in last} == {
+        name: value for name, value in record.settings.items() if name != "defaults"
     }
     assert f"train_cnn_a, {title}" in " ".join(output.split()).replace(" (x86_64)", "")
 

@@ -390,8 +390,7 @@ class ElasticJob(Launcher):
         suspects = [member for member in self.members if member.host.name not in self.trained_hosts]
         if not suspects and not self.is_training and rating <= 1:
             suspects = [first_failed]
-        # If the hosts disagree, all hosts report the disagreement, and the message names the host that
-        # differs.
+        # All hosts report a disagreement between hosts, and the message names the host that differs.
         hostnames = [(suspect, suspect.hello["hostname"]) for suspect in suspects if suspect.hello]
         named = [suspect for suspect, name in hostnames if re.search(rf"\bhost {name}\b", cause)]
         faulty = named or ([first_failed] if first_failed in suspects else suspects)

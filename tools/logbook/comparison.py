@@ -118,13 +118,13 @@ def different_images(first: RunRecord, run: RunRecord) -> str:
     Skip properties that one of the runs does not record, for example the split of a killed run.
     """
     runs = (first, run)
-    sources = [run.about.get("source") for run in runs]
+    sources = [run.settings.get("source") for run in runs]
     pairs = {
         "data": sources if all(sources) else [run.data for run in runs],
         "split": [run.facts.get("val_name") for run in runs],
         "images": [None if run.fold else run.facts.get("val_images") for run in runs],
         "chosen": [
-            run.about.get("val_chosen") if run.recipe.get("max_val_images") else "all" for run in runs
+            run.settings.get("val_chosen") if run.recipe.get("max_val_images") else "all" for run in runs
         ],
     }
     known = {name: pair for name, pair in pairs.items() if None not in pair}
@@ -170,7 +170,7 @@ def _sharding_differences(runs: list[RunRecord]) -> dict[str, list[str]]:
     """Map each sharding setting that differs between runs with the same strategy to its values."""
     differences = {}
     for strategy in dict.fromkeys(run.facts.get("strategy") for run in runs):
-        recorded = [(run.facts.get("strategy"), run.about.get("sharding", {})) for run in runs]
+        recorded = [(run.facts.get("strategy"), run.settings.get("sharding", {})) for run in runs]
         settings = [sharding if name == strategy else None for name, sharding in recorded]
         for name in dict.fromkeys(name for sharding in settings for name in sharding or ()):
             values = [
@@ -183,7 +183,7 @@ def _sharding_differences(runs: list[RunRecord]) -> dict[str, list[str]]:
 
 def run_settings(run: RunRecord) -> dict[str, str]:
     """Return the run's settings that a comparison lists when they differ between runs."""
-    facts, settings = run.facts, run.about
+    facts, settings = run.facts, run.settings
     left_out = (*_result_flags(), *RESOLVED_FLAGS)
     flags = [name for name in run.recipe if name not in left_out]
     recipe = {name: run.over_starts(partial(_flag_value, name)) for name in flags}
@@ -314,7 +314,7 @@ def _largest_batch(run: RunRecord, searches: tuple[dict[str, Any], ...]) -> int 
     names += ["grad_checkpointing"]
     for search in searches if run.is_one_job else ():
         same_recipe = all(run.recipe.get(name) == value for name, value in search["recipe"].items())
-        same_sharding = search.get("sharding") == run.about.get("sharding")
+        same_sharding = search.get("sharding") == run.settings.get("sharding")
         same_facts = all(search.get(name) == run.facts.get(name) for name in names)
         if same_recipe and same_sharding and same_facts:
             return search.get("answer")

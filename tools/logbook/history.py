@@ -100,7 +100,7 @@ SETTINGS: dict[str, SettingReader] = {
 
 def settings(run: RunRecord) -> list[list[Any]]:
     """Return one row per setting for the page's table."""
-    initial_weights = public_path(run.about.get("resumed_from", "fresh weights"))
+    initial_weights = public_path(run.settings.get("resumed_from", "fresh weights"))
     resumed_steps = [f"{start.first:,}" for start in run.kept[1:]]
     noun = "steps" if len(resumed_steps) > 1 else "step"
     resumed = f"; resumed at {noun} {', '.join(resumed_steps)}" if resumed_steps else ""
@@ -130,7 +130,7 @@ def commands(run: RunRecord) -> str:
     """
     start_commands = [command(start.settings) for start in run.kept]
     if len(set(start_commands)) < 2:
-        return command(run.about)
+        return command(run.settings)
     steps = [f"# steps {start.first + 1:,} to {start.last:,}" for start in run.kept]
     commented = zip(steps, start_commands, strict=True)
     return "\n".join(f"{comment}\n{words or '# not recorded'}" for comment, words in commented)

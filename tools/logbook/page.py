@@ -40,9 +40,9 @@ def run_page(run: RunRecord, stem: str, pictures: list[str]) -> str:
     from onecurve.run.end_tables import early_end_in_words  # this import loads torch
 
     facts = fill_missing(run.facts, value_types(Result))
-    about = fill_missing(run.about, value_types(RecipeFile))
+    settings = fill_missing(run.settings, value_types(RecipeFile))
     recipe = {name: [code_span(name), history.recipe_value(run, name)] for name in run.recipe}
-    defaults = about["defaults"] or {}
+    defaults = settings["defaults"] or {}
     flags_with_default = [name for name in recipe if name in defaults]
     changed_flags = [name for name in flags_with_default if not history.is_default(run, name, defaults[name])]
     return render(
@@ -51,7 +51,7 @@ def run_page(run: RunRecord, stem: str, pictures: list[str]) -> str:
         stem=stem,
         pictures=pictures,
         facts=facts,
-        about=about,
+        settings=settings,
         early_end=early_end_in_words(run.facts),
         evaluations=(evaluations := _headline_evaluations(run)),
         measured=_metric_rows(evaluations.values()),
@@ -78,7 +78,7 @@ def index_values(run: RunRecord) -> dict[str, Any]:
     """Return the values that the index shows for a run."""
     values = {"model": run.model, "data": run.data, "is_rehearsal": run.is_rehearsal}
     values |= {name: run.over_starts(methodcaller("get", name)) for name in SET_BY_STARTS}
-    defaults = run.about.get("defaults") or {}
+    defaults = run.settings.get("defaults") or {}
     in_columns = {*values, *declared_values("locates")}
     changed = [name for name in defaults if name not in in_columns and name in run.recipe]
     changed = [name for name in changed if not history.is_default(run, name, defaults[name])]

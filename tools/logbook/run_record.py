@@ -81,7 +81,7 @@ class RunRecord:
 
     Attributes:
         problems: Messages about missing or broken files.
-        about: Contents of recipe.json.
+        settings: Contents of recipe.json.
         recipe: Values of the recipe's flags.
         metrics: Lines of metrics.jsonl.
         evaluations: Lines of metrics.jsonl that contain `val/loss`.
@@ -104,8 +104,8 @@ class RunRecord:
             raise ValueError(f"{folder} is not a run folder. The folder contains none of these: {names}")
         self.folder = folder
         self.problems: list[str] = []
-        self.about = self._read_json("recipe.json")
-        self.recipe = without_removed(self.about.get("recipe", {}))
+        self.settings = self._read_json("recipe.json")
+        self.recipe = without_removed(self.settings.get("recipe", {}))
         self.metrics = self._read_lines("metrics.jsonl", {"step", "epoch", "wall_s"})
         self.evaluations = [line for line in self.metrics if "val/loss" in line]
         self.telemetry = {
@@ -134,7 +134,7 @@ class RunRecord:
 
     @property
     def is_rehearsal(self) -> bool:
-        devices = self.about.get("devices") or [self.facts.get("device", "")]
+        devices = self.settings.get("devices") or [self.facts.get("device", "")]
         return any(device.startswith("CPU") for device in devices)
 
     @property
@@ -164,7 +164,7 @@ class RunRecord:
     @property
     def unit(self) -> str:
         """Plural name of a sample: `images`, unless recipe.json contains a different unit."""
-        return self.about.get("unit", "images")
+        return self.settings.get("unit", "images")
 
     @property
     def identity(self) -> dict[str, str | None]:
@@ -197,7 +197,7 @@ class RunRecord:
         Args:
             best_began: First step whose evaluation may be the best evaluation.
         """
-        settings, recipe = self.about, typed_values(self.recipe, KINDS["result.json"])[0]
+        settings, recipe = self.settings, typed_values(self.recipe, KINDS["result.json"])[0]
         devices, hosts = settings.get("devices", []), settings.get("hosts", [])
         best_by = recipe.get("best_by", "accuracy")
         comparable = [line for line in self.evaluations if line["step"] >= best_began]
@@ -230,8 +230,8 @@ class RunRecord:
         """Settings of the last start that trained steps in the final result, in starts.jsonl's format."""
         if self.kept and self.kept[-1] is not self.starts[-1]:
             return self.facts | self.kept[-1].settings
-        hosts = self.about.get("hosts") or self.facts.get("hosts", 1)
-        return self.about | self.facts | {"hosts": hosts}
+        hosts = self.settings.get("hosts") or self.facts.get("hosts", 1)
+        return self.settings | self.facts | {"hosts": hosts}
 
     def over_starts(self, value: Callable[[dict[str, Any]], Any]) -> Any:
         """Return the last start's setting, or text such as `a, then b` if the starts differ."""
@@ -243,9 +243,9 @@ class RunRecord:
         """Return a copy of the run in which all starts have the given start's settings."""
         run, settings = copy.copy(self), start.settings
         if start is self.starts[-1]:
-            run.about = settings | self.about
+            run.settings = settings | self.settings
             return run
-        run.about = settings
+        run.settings = settings
         # Manifests from earlier versions lack some flags.
         run.recipe = ({} if start.is_recorded else self.recipe) | settings.get("recipe", {})
         run.facts = self.facts | {name: settings[name] for name in KINDS["result.json"] if name in settings}

@@ -128,7 +128,7 @@ def _group_key(run: RunRecord) -> str:
     left_out = {"seed", *declared_values("locates")}
     recipe = {name: value for name, value in run.recipe.items() if name not in left_out}
     recipe |= {"holdout": ["folds", run.fold[1]]} if run.fold else {}
-    settings = [run.facts.get("script"), run.about.get("source"), run.where, run.recipe_changes]
+    settings = [run.facts.get("script"), run.settings.get("source"), run.where, run.recipe_changes]
     return json.dumps([recipe, settings, run.over_starts(mixed_precision)], sort_keys=True)
 
 

@@ -100,8 +100,8 @@ def recorded_steps_per_epoch(run: RunRecord) -> int:
 
     contradictions() checks the remaining log lines. Raise ValueError if the log is empty.
     """
-    if "steps_per_epoch" in run.about:
-        return run.about["steps_per_epoch"]
+    if "steps_per_epoch" in run.settings:
+        return run.settings["steps_per_epoch"]
     for line in run.metrics:
         if line["step"] > 0 < line["epoch"]:
             return max(1, round(line["step"] / line["epoch"]))
@@ -117,8 +117,8 @@ def contradictions(run: RunRecord, kept: list[int]) -> list[str]:
         last = run.starts[-1].settings
         findings += [
             f"{name} in recipe.json differs from the last start in starts.jsonl"
-            for name in run.about
-            if name in last and run.about[name] != last[name]
+            for name in run.settings
+            if name in last and run.settings[name] != last[name]
         ]
         findings += [
             f"{name} is {facts.get(name)} in result.json, but {last[name]} in the last start in starts.jsonl"
@@ -158,7 +158,7 @@ def compare_facts(run: RunRecord, replay: RunRecord, is_moved: bool) -> list[str
     """Return differences in the facts on the run's page. `is_moved` is True if the data was moved."""
     names = [name for name in REPEATED_KEYS if name not in run.unknown and not (is_moved and name == "data")]
     pairs = {name: (run.facts.get(name), replay.facts.get(name)) for name in names}
-    recorded, repeated = run.about | run.facts, replay.about | replay.facts
+    recorded, repeated = run.settings | run.facts, replay.settings | replay.facts
     # Earlier versions did not record all of these keys.
     pairs |= {name: (recorded[name], repeated.get(name)) for name in SAME_WHERE_KNOWN if name in recorded}
     pairs["number of steps per epoch"] = (recorded_steps_per_epoch(run), recorded_steps_per_epoch(replay))
@@ -180,7 +180,7 @@ def why_not_exact(run: RunRecord, replay: RunRecord) -> list[str]:
     """
     if not run.facts.get("deterministic"):
         return ["the run was trained without --deterministic"]
-    settings = {name: (run.about.get(name), replay.about.get(name)) for name in BITWISE_SETTINGS}
+    settings = {name: (run.settings.get(name), replay.settings.get(name)) for name in BITWISE_SETTINGS}
     settings |= {name: (run.facts.get(name), replay.facts.get(name)) for name in BITWISE_FACTS}
     different = {name: values for name, values in settings.items() if values[0] != values[1]}
     reasons = [f"{name} is {old}, but {new} in the replay" for name, (old, new) in different.items()]

@@ -62,7 +62,7 @@ class StepRange:
     @property
     def repeats_evaluation(self) -> bool:
         """True if the start that trained these steps repeated the evaluation at its first step."""
-        return resets_best_result(self.record.about)
+        return resets_best_result(self.record.settings)
 
 
 class Verification:
@@ -75,11 +75,11 @@ class Verification:
     def __init__(self, flags: argparse.Namespace):
         self.flags, self.folder, self.files = flags, flags.run, hash_compared_files(flags.run)
         self.record = record = RunRecord(flags.run)
-        status, about = record.facts["status"], record.about
+        status, settings = record.facts["status"], record.settings
         if status != "finished":
             remedy = "Repeat the training command to finish the run."
             raise ValueError(f"{flags.run} is not finished ({status}). {remedy}")
-        self.script = flags.script or own_script(about.get("script"))
+        self.script = flags.script or own_script(settings.get("script"))
         self.recipe_type = recipe_class(load_script(self.script))
         self.recipe, self.per_epoch = record.recipe, replay.recorded_steps_per_epoch(record)
         if not self.recipe:
@@ -89,7 +89,7 @@ class Verification:
         self.headline = sorted({self.last, self.best})  # steps whose evaluations the page shows as headlines
         self.checkpoints = flags.run / "checkpoints"
         self.kept = sorted(steps_in(self.checkpoints))
-        began = self._initial_checkpoint(about.get("resumed_from"))
+        began = self._initial_checkpoint(settings.get("resumed_from"))
         self.starts = began | {step: self.checkpoints / step_name(step) for step in self.kept}
         self.began = min(began, default=0)
         config = read_yaml("--config_file", flags.config_file) if flags.config_file else {}
@@ -118,8 +118,8 @@ class Verification:
         """Return the settings that a replay copies from the run or that bitwise equality depends on."""
         names = self._repeated_flags()
         facts = (record.facts.get(name) for name in ("per_device_batch_size", "device", "step_graph"))
-        about = (record.about.get(name) for name in ("source", *replay.BITWISE_SETTINGS))
-        return [*(record.recipe.get(name) for name in names), *facts, *about]
+        settings = (record.settings.get(name) for name in ("source", *replay.BITWISE_SETTINGS))
+        return [*(record.recipe.get(name) for name in names), *facts, *settings]
 
     def _part_at(self, step: int) -> "StepRange":
         """Return the run's part that contains a step."""
@@ -148,7 +148,9 @@ class Verification:
                 for name in names
                 if old.get(name) != new.get(name)
             ]
-            if (source := previous.record.about.get("source")) != (now := part.record.about.get("source")):
+            if (source := previous.record.settings.get("source")) != (
+                now := part.record.settings.get("source")
+            ):
                 changed.append(f"the content of the data was {source}, now {now}")
             if changed:
                 yield f"step {part.first:,}: {'; '.join(changed)}"
@@ -169,7 +171,7 @@ class Verification:
         return {}
 
     def _check_device(self, record: RunRecord) -> None:
-        devices = record.about.get("devices") or [""]
+        devices = record.settings.get("devices") or [""]
         run_device = "cpu" if devices[0].startswith("CPU") else "cuda"
         drawn = [name for name in flags_where(self.recipe_type, "drawn_on_device") if record.recipe.get(name)]
         if drawn and run_device != self.device:
@@ -272,12 +274,12 @@ class Verification:
         words += ["--output_dir", folder, "--max_steps", interval.end, "--trackers", "none"]
         words += ["--checkpoint_every", checkpoint_every, "--keep_every", checkpoint_every]
         words += ["--telemetry_s", "0"]
-        words += ["--mixed_precision", run.about.get("mixed_precision", "no")]
+        words += ["--mixed_precision", run.settings.get("mixed_precision", "no")]
         if start := self.starts[interval.start]:
             words += ["--resume", start]
         if self.flags.cache_dir:
             words += ["--cache_dir", self.flags.cache_dir]
-        is_exact, threads = run.recipe.get("deterministic"), str(run.about.get("threads", 1))
+        is_exact, threads = run.recipe.get("deterministic"), str(run.settings.get("threads", 1))
         env = {"OMP_NUM_THREADS": threads} if is_exact else {}
         status, output = run_replay([str(word) for word in words], env)
         if status:
@@ -293,7 +295,7 @@ class Verification:
         micro_batch = self.flags.per_device_batch_size or run.facts.get("per_device_batch_size")
         preprocessing_flags = [name for name in CROP_FLAGS if name in names]
         # Earlier versions did not record the preprocessing.
-        preprocessing = run.about.get("preprocessing", {"interpolation": LEGACY})
+        preprocessing = run.settings.get("preprocessing", {"interpolation": LEGACY})
         values |= {name: preprocessing[name] for name in preprocessing_flags if name in preprocessing}
         changed = [*run.recipe.get("allow_changed", []), "data", *preprocessing_flags]
         values |= {"per_device_batch_size": micro_batch, "allow_changed": changed}
@@ -384,7 +386,7 @@ class Verification:
                 yield f"the log contains an evaluation at step {step:,}, {reason}"
 
     def _precisions(self) -> Iterator[str]:
-        return (part.record.about.get("mixed_precision", "no") for part in self.parts)
+        return (part.record.settings.get("mixed_precision", "no") for part in self.parts)
 
     def _not_replayed(self, replayed: list[Outcome], compared: set[int]) -> list[str]:
         """Return the parts of the run that a replay could have verified but did not."""
@@ -401,7 +403,7 @@ class Verification:
             lines += ["whether these steps produced the weights", "precision", *by_class]
         if rest := sorted({*self.kept} - compared):
             lines.append(f"weights in the checkpoints at steps {some_of(rest)}")
-        if checkpoint := self.record.about.get("resumed_from"):
+        if checkpoint := self.record.settings.get("resumed_from"):
             lines.append(f"the training before {checkpoint}, which the run resumed")
         unknown = self.recipe.keys() - {field.name for field in fields(self.recipe_type)}
         if unknown:
