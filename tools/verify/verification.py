@@ -148,10 +148,9 @@ class Verification:
                 for name in names
                 if old.get(name) != new.get(name)
             ]
-            if (source := previous.record.settings.get("source")) != (
-                now := part.record.settings.get("source")
-            ):
-                changed.append(f"the content of the data was {source}, now {now}")
+            old_source, source = (run.record.settings.get("source") for run in (previous, part))
+            if old_source != source:
+                changed.append(f"the content of the data was {old_source}, now {source}")
             if changed:
                 yield f"step {part.first:,}: {'; '.join(changed)}"
 
