@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import signal
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -138,6 +139,15 @@ def test_a_hanging_launch_leaves_no_process(tmp_path, monkeypatch):
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_ctrl_c_while_a_trial_starts_ends_the_search():
+    """Send SIGINT from a fork hook, where Python ignores exceptions."""
+    code = "import os, signal\nfrom tools.batch_size.largest import launch_limited\n"
+    code += "os.register_at_fork(before=lambda: os.kill(os.getpid(), signal.SIGINT))\n"
+    code += "launch_limited(['sleep', '60'], limit_gib=None, timeout_s=60)"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=30)
+    assert ended.returncode == -signal.SIGINT, ended.stderr
 
 
 @pytest.mark.parametrize(("code", "is_out_of_memory"), rows_of("out of memory"))

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -113,15 +114,16 @@ def launch_limited(command: list[str], limit_gib: float | None, timeout_s: float
     start_s, killed_before, data_gib = time.monotonic(), _killed_by_kernel(), 0.0
     adopt_orphans()
     with tempfile.TemporaryFile("w+", errors="replace") as output:
-        launcher = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=partial(_limit_process, limit_gib),
-        )
         try:
+            with _delayed_signals():
+                launcher = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=partial(_limit_process, limit_gib),
+                )
             if limit_gib is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     launcher.wait(timeout_s)
@@ -129,11 +131,9 @@ def launch_limited(command: list[str], limit_gib: float | None, timeout_s: float
                 data_gib = max(data_gib, _largest_data_gib(other_pids))
             status = launcher.poll()
         finally:
-            launcher.kill()
-            launcher.wait()
-            while orphans := running_descendants(other_pids):
-                kill(orphans)
-                psutil.wait_procs(orphans, timeout=1)
+            while remaining := running_descendants(other_pids):
+                kill(remaining)
+                psutil.wait_procs(remaining, timeout=1)
             adopt_orphans(False)
         output.seek(0)
         output_text = output.read()
@@ -145,6 +145,27 @@ def launch_limited(command: list[str], limit_gib: float | None, timeout_s: float
     is_reported = says_out_of_memory(output_text, is_limited) or (is_limited and has_crashed)
     is_out_of_memory = status != 0 and (was_killed or is_reported)
     return LaunchResult(status, output_text, data_gib, time.monotonic() - start_s, is_out_of_memory)
+
+
+@contextlib.contextmanager
+def _delayed_signals() -> Iterator[None]:
+    """Run the handlers of SIGINT and SIGTERM only after the block.
+
+    When Popen forks to call preexec_fn, Python ignores exceptions in the hooks of os.register_at_fork. A
+    KeyboardInterrupt that a signal handler raises at this moment would be lost.
+    """
+    received: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in handlers:
+        signal.signal(number, lambda number, _: received.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for received_number in received:
+            signal.raise_signal(received_number)
 
 
 def _limit_process(limit_gib: float | None) -> None:
