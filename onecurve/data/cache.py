@@ -24,9 +24,16 @@ import numpy as np
 
 from onecurve.data.class_names import refuse_duplicates
 from onecurve.data.conversions import ImageStats, conversion_warnings, sample_images
-from onecurve.data.decode import checks_jpegs
-from onecurve.data.encoded import ALL_SPLITS, ITEM_FILES, SPLITS, CachedImages, DamagedImage, EncodedImages
-from onecurve.data.equal import EqualImages
+from onecurve.data.decode import detect_simplejpeg
+from onecurve.data.encoded import (
+    ALL_SPLITS,
+    ITEM_FILE_ENDINGS,
+    SPLITS,
+    CachedImages,
+    DamagedImage,
+    EncodedImages,
+)
+from onecurve.data.equal import DuplicateImages
 from onecurve.data.sources import Source, find_source
 from onecurve.data.splits import hold_out, part_file
 from onecurve.flags.recipe import ImageRecipe
@@ -39,16 +46,17 @@ from onecurve.system.threads import Heartbeat, run_with_heartbeat
 LAYOUT_VERSION = 1  # version in the content key; increase it whenever the layout of a cache folder changes
 PIXEL_VERSION = 8  # version in the folder key; increase it whenever decoded pixels, names or meta.json change
 HASH_LIMIT_BYTES = 4 * 2**30  # total size above which only sampled blocks of each file are hashed
-BLOCK_BYTES = 4096  # size of the block hashed in every PART_BYTES of a file
-PART_BYTES = 16 * 2**20
-# Decoded size above which data stays encoded. The limit is fixed so that all machines make the same decision.
-MAX_DECODED_BYTES = 8 * 2**30
-LOCK_FILE, BROKEN_FILE = ".lock", "broken.json"
-NAMED = 10  # maximum number of broken images in an error message; BROKEN_FILE lists every broken image
-MAX_SEARCH_BYTES = 4 * 2**30  # encoded size above which data is not part for duplicates and broken images
-CHECKED = 16  # number of images per chunk when images are checked but not stored
-# Number of pixels per decoded chunk. Decoding a chunk takes about 50 ms and can't be interrupted.
-CHUNK_PIXELS = 2**22
+HASHED_BLOCK_BYTES = 4096  # size of the block that is hashed in each part of a large file
+FILE_PART_BYTES = 16 * 2**20  # size of a file part, of which only one block is hashed
+KEY_DIGITS = 16  # hex digits in a content key or folder key
+MAX_DECODED_BYTES = 8 * 2**30  # decoded size above which images stay encoded, the same on every machine
+MAX_SEARCH_BYTES = 4 * 2**30  # encoded size above which data is not searched for duplicates and broken images
+LOCK_FILE = ".lock"  # file in --cache_dir that the preparing process locks
+BROKEN_IMAGES_FILE = "broken.json"  # list of all images that can't be decoded
+MAX_LISTED_IMAGES = 10  # broken images in an error message; BROKEN_IMAGES_FILE lists all broken images
+CHECK_CHUNK_IMAGES = 16  # images per chunk when images are decoded to check them, but not stored
+MAX_CHUNK_IMAGES = 256  # images per chunk when decoded images are stored
+CHUNK_PIXELS = 2**22  # pixels per stored chunk; decoding takes about 50 ms and can't be interrupted
 
 
 class PreparedData(NamedTuple):
@@ -64,12 +72,12 @@ def prepare_data(data: str, cache_dir: Path, heartbeat: Heartbeat = lambda: None
     return Path(prepare_cache(recipe, heartbeat).folder)
 
 
-def prepare_cache(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = False) -> PreparedData:
+def prepare_cache(recipe: ImageRecipe, heartbeat: Heartbeat, is_evaluated: bool = False) -> PreparedData:
     """Find or create the cache folder for recipe.data. Only one process per host calls this function.
 
     Args:
         recipe: Recipe that contains the data flags.
-        beat: Heartbeat function, called about once per second.
+        heartbeat: Heartbeat function, called about once per second.
         is_evaluated: Whether the data is used only for evaluation, so that a single split is sufficient.
 
     Raises:
@@ -78,29 +86,30 @@ def prepare_cache(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = Fal
     cache_dir = Path(os.path.expanduser(recipe.cache_dir or "~/.cache/train-images"))
     if str(cache_dir).startswith("~"):
         raise ValueError(
-            f"--cache_dir {cache_dir} can't be resolved, because this user has no home folder and HOME is not"
-            " set. Set --cache_dir to an absolute path"
+            f"--cache_dir {cache_dir} can't be resolved, because this user has no home folder"
+            " and HOME is not set. Set --cache_dir to an absolute path"
         )
     cache_dir = cache_dir.resolve()
     try:
-        source = find_source(recipe, beat, is_evaluated)
-        content_key, folder_key = run_with_heartbeat(lambda: _cache_keys(source), beat)
-        label = re.sub(r"[^A-Za-z0-9._-]", "_", source.name).lstrip(".") or "images"
-        folder = cache_dir / f"{label}-{folder_key}"
+        source = find_source(recipe, heartbeat, is_evaluated)
+        content_key, folder_key = run_with_heartbeat(partial(_compute_cache_keys, source), heartbeat)
+        safe_name = re.sub(r"[^A-Za-z0-9._-]", "_", source.name).lstrip(".") or "images"
+        data_folder = cache_dir / f"{safe_name}-{folder_key}"
         _check_owner(cache_dir)
-        _check_owner(folder)
-        if not folder.exists():
+        _check_owner(data_folder)
+        if not data_folder.exists():
             cache_dir.mkdir(parents=True, exist_ok=True)
-            with _cache_lock(cache_dir, beat):
-                if not folder.exists():  # another job may have created the folder in the meantime
-                    _write_folder(folder, source, f"{label}-{content_key}", beat)
-        _refuse_broken(folder, recipe.on_bad_image == "skip" or is_evaluated)
-        return PreparedData(str(folder), source.left_out)
+            with _hold_cache_lock(cache_dir, heartbeat):
+                if not data_folder.exists():  # another job may have created the folder in the meantime
+                    _write_data_folder(data_folder, source, f"{safe_name}-{content_key}", heartbeat)
+        may_skip_in_training = recipe.on_bad_image == "skip" or is_evaluated
+        _refuse_broken_images(data_folder, may_skip_in_training)
+        return PreparedData(str(data_folder), source.left_out)
     except OSError as error:
         raise ValueError(
             f"--data {recipe.data} could not be prepared in --cache_dir {cache_dir}: {error}{size_limit()}."
-            " Make sure that the data is readable and that --cache_dir is on a local disk with space for the"
-            " decoded images"
+            " Make sure that the data is readable"
+            " and that --cache_dir is on a local disk with space for the decoded images"
         ) from error
 
 
@@ -113,8 +122,8 @@ def _check_owner(folder: Path) -> None:
         raise ValueError(f"{folder} belongs to user {owner_id}. Set --cache_dir to a folder that you own")
 
 
-def _cache_keys(source: Source) -> tuple[str, str]:
-    """Return the content key, which is the same on all hosts, and the folder key (16 hex digits each).
+def _compute_cache_keys(source: Source) -> tuple[str, str]:
+    """Return the content key, which is the same on all hosts, and the folder key.
 
     The content key is a SHA-256 hash of all file names and file contents. Above 4 GiB, the hash covers only
     each file's size and sampled blocks, because reading all files at every start would take too long.
@@ -124,193 +133,211 @@ def _cache_keys(source: Source) -> tuple[str, str]:
     modification times.
     """
     file_stats = [retried(path.stat)() for _, path in source.files]
-    location = (
-        str(source.root or source.shards or "") + (f" {PIXEL_VERSION}" if source.files else "") + source.fold
-    )
-    is_large = sum(file_stat.st_size for file_stat in file_stats) > HASH_LIMIT_BYTES
+    is_sampled = sum(file_stat.st_size for file_stat in file_stats) > HASH_LIMIT_BYTES
     with ThreadPoolExecutor(allowed_cores()) as executor:  # hashing and reading release the GIL
-        hash_file = _hash_of_blocks if is_large else _hash_of_content
-        hashes = list(executor.map(hash_file, source.files))
-    if is_large:
-        location += f" {[file_stat.st_mtime_ns for file_stat in file_stats]}"
-    content_key = _short_hash(
-        [LAYOUT_VERSION, source.name, [name for name, _ in source.files], [*hashes, *source.hashes]]
-    )
-    return content_key, _short_hash([content_key, location])
+        hash_file = _hash_sampled_blocks if is_sampled else _hash_whole_file
+        file_hashes = list(executor.map(hash_file, source.files))
+    file_names = [name for name, _ in source.files]
+    content_key = _short_hash([LAYOUT_VERSION, source.name, file_names, [*file_hashes, *source.hashes]])
+    image_location = str(source.root or source.shards or "")
+    pixel_version = f" {PIXEL_VERSION}" if source.files else ""
+    mtimes_ns = f" {[file_stat.st_mtime_ns for file_stat in file_stats]}" if is_sampled else ""
+    folder_key = _short_hash([content_key, image_location + pixel_version + source.fold + mtimes_ns])
+    return content_key, folder_key
 
 
-def _hash_of_content(file: tuple[str, Path]) -> str:
-    _, path = file
+def _hash_whole_file(named_file: tuple[str, Path]) -> str:
+    _name, path = named_file
     return sha256_of(path)
 
 
 @retried
-def _hash_of_blocks(file: tuple[str, Path]) -> str:
+def _hash_sampled_blocks(named_file: tuple[str, Path]) -> str:
     """Return the SHA-256 of a file's size and sampled blocks, whose positions depend on the file's name."""
-    name, path = file
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with open(path, "rb", buffering=0) as stream:
-        for part_index in range(1 + size // PART_BYTES):
-            position = int.from_bytes(hashlib.sha256(f"{part_index} {name}".encode()).digest())
-            stream.seek(position % max(1, size - BLOCK_BYTES + 1))
-            digest.update(stream.read(BLOCK_BYTES))
-    return digest.hexdigest()
+    file_name, path = named_file
+    file_bytes = path.stat().st_size
+    file_hash = hashlib.sha256(str(file_bytes).encode())
+    with open(path, "rb", buffering=0) as source_file:
+        for part_index in range(1 + file_bytes // FILE_PART_BYTES):
+            random_position = int.from_bytes(hashlib.sha256(f"{part_index} {file_name}".encode()).digest())
+            source_file.seek(random_position % max(1, file_bytes - HASHED_BLOCK_BYTES + 1))
+            file_hash.update(source_file.read(HASHED_BLOCK_BYTES))
+    return file_hash.hexdigest()
 
 
-def _short_hash(content: list) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+def _short_hash(json_content: list) -> str:
+    return hashlib.sha256(json.dumps(json_content).encode()).hexdigest()[:KEY_DIGITS]
 
 
 @contextmanager
-def _cache_lock(cache_dir: Path, beat: Heartbeat) -> Iterator[None]:
+def _hold_cache_lock(cache_dir: Path, heartbeat: Heartbeat) -> Iterator[None]:
     """Hold the cache's lock on this host. The kernel releases the lock if the process dies."""
-    descriptor = os.open(cache_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+    lock_fd = os.open(cache_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        if not try_lock(descriptor):
+        if not try_lock(lock_fd):
             log.warning(f"waiting for another process to finish preparing images in {cache_dir}")
-            run_with_heartbeat(lambda: fcntl.flock(descriptor, fcntl.LOCK_EX), beat)
+            run_with_heartbeat(lambda: fcntl.flock(lock_fd, fcntl.LOCK_EX), heartbeat)
         yield
     finally:
-        os.close(descriptor)
+        os.close(lock_fd)
 
 
-def _write_folder(folder: Path, source: Source, source_name: str, beat: Heartbeat) -> None:
+def _write_data_folder(data_folder: Path, source: Source, source_id: str, heartbeat: Heartbeat) -> None:
     """Write a cache folder under a temporary name and then rename it. The caller must hold the lock.
 
     If several hosts share the cache over NFS, new folders become visible with a delay, so another host may
     already have created the same folder. In that case, the existing folder is kept.
     """
-    new_folder = folder.parent / ".preparing"
-    discard(new_folder)  # may exist if an earlier process was killed
-    new_folder.mkdir()
+    temp_folder = data_folder.parent / ".preparing"
+    discard(temp_folder)  # may exist if an earlier process was killed
+    temp_folder.mkdir()
     try:
-        classes = source.write(new_folder, beat)
-        refuse_duplicates(classes, source.name)
+        class_names = source.write(temp_folder, heartbeat)
+        refuse_duplicates(class_names, source.name)
         if source.holdout is not None:
-            hold_out(new_folder, source.holdout)
-        storage = "shards" if source.shards else "array"
-        warnings: list[str] = []
-        stats: list[list[ImageStats]] = []
-        if (
-            source.test_name == "test"
-            and source.holdout is None
-            and not (new_folder / "test_labels.npy").exists()
-        ):
-            warnings.append("the test split is left out, because all of its labels are -1 or null")
-        if (new_folder / f"train_{ITEM_FILES[0]}").exists():
-            stored_splits = [split for split in ALL_SPLITS if (new_folder / f"{split}_labels.npy").exists()]
-            encoded = {split: CachedImages(new_folder, split) for split in stored_splits}
-            searched: list[EncodedImages] = list(encoded.values())
-            if source.holdout is not None:
-                searched[:1] = [
-                    CachedImages(new_folder, "train", part_file(new_folder, part)) for part in SPLITS
-                ]
-                stored_splits[:1] = ["train", "train"]
-            sizes = (images.size(index) for images in encoded.values() for index in range(len(images)))
-            is_searched = run_with_heartbeat(lambda: sum(sizes), beat) <= MAX_SEARCH_BYTES
+            hold_out(temp_folder, source.holdout)
+        storage_format = "shards" if source.shards else "array"
+        data_warnings: list[str] = []
+        sampled_stats: list[list[ImageStats]] = []  # statistics of the sampled images in each split
+        is_test_stored = (temp_folder / "test_labels.npy").exists()
+        if source.test_name == "test" and source.holdout is None and not is_test_stored:
+            data_warnings.append("the test split is left out, because all of its labels are -1 or null")
+        if (temp_folder / "train_items.bin").exists():  # the images are encoded
+            part_splits = [split for split in ALL_SPLITS if (temp_folder / f"{split}_labels.npy").exists()]
+            encoded_splits = {split: CachedImages(temp_folder, split) for split in part_splits}
+            searched_parts: list[EncodedImages] = list(encoded_splits.values())
+            if source.holdout is not None:  # the training split consists of two parts
+                part_files = [part_file(temp_folder, part) for part in SPLITS]
+                searched_parts[:1] = [CachedImages(temp_folder, "train", file) for file in part_files]
+                part_splits[:1] = ["train", "train"]
+            encoded_bytes = run_with_heartbeat(partial(_total_bytes, encoded_splits.values()), heartbeat)
+            is_searched = encoded_bytes <= MAX_SEARCH_BYTES
             if is_searched:
-                stored_labels = (np.load(new_folder / f"{split}_labels.npy") for split in stored_splits)
-                all_labels = [labels[part.ids] for labels, part in zip(stored_labels, searched, strict=True)]
-                equal_images = run_with_heartbeat(partial(EqualImages, searched), beat)
-                warnings += equal_images.split_warnings((source.val_name, source.test_name))
-                warnings += equal_images.class_warnings(np.concatenate(all_labels), classes)
-            stats = run_with_heartbeat(partial(sample_images, encoded.values()), beat)
-            is_decoded = _decode_all(new_folder, source.name, encoded, _common_shape(stats), beat)
-            storage = "array" if is_decoded else "files"
-            if is_searched and storage == "files":
-                warnings = _check_all(new_folder, source.name, searched, beat) + warnings
+                stored_labels = (np.load(temp_folder / f"{split}_labels.npy") for split in part_splits)
+                labels_and_parts = zip(stored_labels, searched_parts, strict=True)
+                part_labels = [labels[part.ids] for labels, part in labels_and_parts]
+                duplicates = run_with_heartbeat(partial(DuplicateImages, searched_parts), heartbeat)
+                data_warnings += duplicates.split_warnings((source.val_name, source.test_name))
+                data_warnings += duplicates.class_warnings(np.concatenate(part_labels), class_names)
+            sampled_stats = run_with_heartbeat(partial(sample_images, encoded_splits.values()), heartbeat)
+            image_shape = _common_shape(sampled_stats)
+            is_decoded = _decode_to_arrays(temp_folder, source.name, encoded_splits, image_shape, heartbeat)
+            storage_format = "array" if is_decoded else "files"
+            if is_searched and not is_decoded:
+                check_warnings = _check_images(temp_folder, source.name, searched_parts, heartbeat)
+                data_warnings = check_warnings + data_warnings
         elif source.shards and not source.shards.startswith("s3://"):
-            stats = run_with_heartbeat(partial(_sample_shards, new_folder, source.shards), beat)
-        warnings += conversion_warnings([*chain.from_iterable(stats)], is_cropped=storage != "array")
-        meta = {
-            "kind": storage,
-            "flaws": warnings,
-            "source": source_name,
-            "classes": classes,
+            sampled_stats = run_with_heartbeat(partial(_sample_shards, temp_folder, source.shards), heartbeat)
+        all_stats = list(chain.from_iterable(sampled_stats))
+        data_warnings += conversion_warnings(all_stats, is_cropped=storage_format != "array")
+        cache_metadata = {
+            "kind": storage_format,
+            "flaws": data_warnings,
+            "source": source_id,
+            "classes": class_names,
             "val_name": source.val_name,
             "test_name": source.test_name,
             "mirror": source.mirror,
             "shards": source.shards,
         }
-        (new_folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
-        run_with_heartbeat(lambda: list(map(sync, (*new_folder.iterdir(), new_folder))), beat)
+        (temp_folder / "meta.json").write_text(json.dumps(cache_metadata, indent=1) + "\n")
+        run_with_heartbeat(partial(_sync_files, temp_folder), heartbeat)
         try:
-            os.rename(new_folder, folder)
+            os.rename(temp_folder, data_folder)
         except OSError:
-            if not (folder / "meta.json").exists():
+            if not (data_folder / "meta.json").exists():  # no other host has created it
                 raise
-        sync(folder.parent)
+        sync(data_folder.parent)
     finally:
-        shutil.rmtree(new_folder, ignore_errors=True)
+        shutil.rmtree(temp_folder, ignore_errors=True)
 
 
-def _check_all(new_folder: Path, source_name: str, splits: list[EncodedImages], beat: Heartbeat) -> list[str]:
+def _total_bytes(splits: Iterable[EncodedImages]) -> int:
+    return sum(images.size(index) for images in splits for index in range(len(images)))
+
+
+def _sync_files(folder: Path) -> None:
+    for path in (*folder.iterdir(), folder):
+        sync(path)
+
+
+def _check_images(
+    temp_folder: Path, source_name: str, splits: list[EncodedImages], heartbeat: Heartbeat
+) -> list[str]:
     """Check images that stay encoded by decoding each image once.
 
-    The function writes the errors for undecodable images to the file BROKEN_FILE. The returned list contains
-    a warning if any image has missing data.
+    The function writes the errors for undecodable images to BROKEN_IMAGES_FILE. The returned list contains a
+    warning if any image has missing data.
     """
-    count, part_errors = sum(map(len, splits)), list[list[ValueError]]()
-    with _show_progress(f"checking {count:,} images of {source_name}", count) as advance:
+    image_count = sum(map(len, splits))
+    errors_by_part: list[list[ValueError]] = []
+    with _show_progress(f"checking {image_count:,} images of {source_name}", image_count) as advance_progress:
         for images in splits:
-            starts = range(0, len(images), CHECKED)
-            chunks = [Chunk(images, None, range(len(images))[start : start + CHECKED]) for start in starts]
-            part_errors.append(_decode_chunks(chunks, beat, advance))
-    all_errors = chain.from_iterable(part_errors)
-    damaged = sorted(str(error) for error in all_errors if isinstance(error, DamagedImage))
-    train_errors, *evaluated_errors = (
-        [str(error) for error in errors if not isinstance(error, DamagedImage)] for errors in part_errors
+            chunks = _divide_split(images, None, CHECK_CHUNK_IMAGES)
+            errors_by_part.append(_decode_chunks(chunks, heartbeat, advance_progress))
+    all_errors = chain.from_iterable(errors_by_part)
+    damage_messages = sorted(str(error) for error in all_errors if isinstance(error, DamagedImage))
+    train_messages, *messages_by_evaluated_part = (
+        [str(error) for error in errors if not isinstance(error, DamagedImage)] for errors in errors_by_part
     )
-    all_evaluated_errors = list(chain.from_iterable(evaluated_errors))
-    if not evaluated_errors:  # evaluation uses the only split
-        train_errors, all_evaluated_errors = [], train_errors
-    if train_errors or all_evaluated_errors:
-        broken = {"count": count, "train": train_errors, "evaluated": all_evaluated_errors}
-        (new_folder / BROKEN_FILE).write_text(json.dumps(broken, indent=1))
-    problem = f"{len(damaged):,} of {count:,} images have missing parts, for example {''.join(damaged[:1])}"
-    return [f"{problem}. Repair or remove these images"] if damaged else []
+    evaluated_messages = list(chain.from_iterable(messages_by_evaluated_part))
+    if not messages_by_evaluated_part:  # evaluation uses the only split
+        train_messages, evaluated_messages = [], train_messages
+    if train_messages or evaluated_messages:
+        broken_images = {"count": image_count, "train": train_messages, "evaluated": evaluated_messages}
+        (temp_folder / BROKEN_IMAGES_FILE).write_text(json.dumps(broken_images, indent=1))
+    if not damage_messages:
+        return []  # no warning
+    damage = f"{len(damage_messages):,} of {image_count:,} images have missing parts"
+    return [f"{damage}, for example {damage_messages[0]}. Repair or remove these images"]
 
 
-def _refuse_broken(folder: Path, is_train_skipped: bool) -> None:
+def _refuse_broken_images(data_folder: Path, may_skip_in_training: bool) -> None:
     """Raise a ValueError that lists the undecodable images, unless training may skip every such image."""
-    file = folder / BROKEN_FILE
-    if not file.exists():
-        return
-    broken_images = read_json(file)
-    messages = broken_images["evaluated"] + ([] if is_train_skipped else broken_images["train"])
-    if messages:
-        advice = "" if broken_images["evaluated"] else ", or add --on_bad_image skip to train without them"
-        raise ValueError(_undecodable_message(messages, broken_images["count"], file, advice))
+    broken_images_file = data_folder / BROKEN_IMAGES_FILE
+    if not broken_images_file.exists():
+        return  # all images can be decoded
+    broken_images = read_json(broken_images_file)
+    train_messages, evaluated_messages = broken_images["train"], broken_images["evaluated"]
+    error_messages = evaluated_messages + ([] if may_skip_in_training else train_messages)
+    if error_messages:
+        advice = "" if evaluated_messages else ", or add --on_bad_image skip to train without them"
+        image_count = broken_images["count"]
+        raise ValueError(_undecodable_message(error_messages, image_count, broken_images_file, advice))
 
 
-class Chunk(NamedTuple):
-    """Consecutive images that one thread decodes without interruption."""
+class ImageChunk(NamedTuple):
+    """Consecutive images of a split that one thread decodes without interruption."""
 
-    images: EncodedImages
-    pixels: np.ndarray | None  # pixels of the whole split, uint8 [N, H, W, 3]; None only checks images
-    ids: range
+    images: EncodedImages  # all images of the split
+    pixels: np.ndarray | None  # decoded split, uint8 [N, H, W, 3]; None only checks the images
+    indices: range  # indices of the chunk's images in the split
 
 
-class _UnequalSizes(Exception):
+def _divide_split(images: EncodedImages, pixels: np.ndarray | None, chunk_size: int) -> list[ImageChunk]:
+    indices, starts = range(len(images)), range(0, len(images), chunk_size)
+    return [ImageChunk(images, pixels, indices[start : start + chunk_size]) for start in starts]
+
+
+class _UnexpectedImageSize(Exception):
     """Exception for an image that differs in size from the sampled images, so all images stay encoded."""
 
 
-def _decode_all(
-    new_folder: Path,
+def _decode_to_arrays(
+    temp_folder: Path,
     source_name: str,
-    encoded: Mapping[str, EncodedImages],
-    shape: tuple[int, ...] | None,
-    beat: Heartbeat,
+    encoded_splits: Mapping[str, EncodedImages],
+    image_shape: tuple[int, ...] | None,
+    heartbeat: Heartbeat,
 ) -> bool:
     """Replace encoded images with decoded arrays if all images share a shape and fit into MAX_DECODED_BYTES.
 
     Args:
-        new_folder: Folder that contains the encoded images.
+        temp_folder: Folder that contains the encoded images.
         source_name: Name of the data set.
-        encoded: Encoded images of each split, by split name.
-        shape: Shape shared by all sampled images, or None if their shapes differ.
-        beat: Heartbeat function, called about once per second.
+        encoded_splits: Encoded images of each split, by split name.
+        image_shape: Shape shared by all sampled images, or None if their shapes differ.
+        heartbeat: Heartbeat function, called about once per second.
 
     Returns:
         True if the images were decoded, or False if all images stay encoded and no file has changed.
@@ -318,137 +345,145 @@ def _decode_all(
     Raises:
         ValueError: If some images can't be decoded. The message lists these images.
     """
-    count = sum(map(len, encoded.values()))
-    if shape is None or count * math.prod(shape) > MAX_DECODED_BYTES:
-        return False
-    chunk_size = min(256, max(1, CHUNK_PIXELS // math.prod(shape[:2])))
-    chunks: list[Chunk] = []
-    for split, images in encoded.items():
-        pixels = _create_pixels(new_folder / f"{split}_images.npy", (len(images), *shape))
-        chunks += [
-            Chunk(images, pixels, range(len(images))[start : start + chunk_size])
-            for start in range(0, len(images), chunk_size)
-        ]
+    image_count = sum(map(len, encoded_splits.values()))
+    if image_shape is None or image_count * math.prod(image_shape) > MAX_DECODED_BYTES:
+        return False  # images stay encoded
+    images_per_chunk = min(MAX_CHUNK_IMAGES, max(1, CHUNK_PIXELS // math.prod(image_shape[:2])))
+    chunks: list[ImageChunk] = []
+    for split, images in encoded_splits.items():
+        pixels = _create_pixel_array(temp_folder / f"{split}_images.npy", (len(images), *image_shape))
+        chunks += _divide_split(images, pixels, images_per_chunk)
     try:
-        with _show_progress(f"decoding {count:,} images of {source_name}", count) as advance:
-            errors = _decode_chunks(chunks, beat, advance)
-    except _UnequalSizes:
-        _remove_split_files(new_folder, "images.npy")
-        return False
-    if errors:
-        broken_file = new_folder.parent / BROKEN_FILE
-        broken_file.write_text(json.dumps(sorted(map(str, errors)), indent=1))
-        raise ValueError(_undecodable_message(errors, count, broken_file))
-    _remove_split_files(new_folder, *ITEM_FILES)
+        title = f"decoding {image_count:,} images of {source_name}"
+        with _show_progress(title, image_count) as advance_progress:
+            decoding_errors = _decode_chunks(chunks, heartbeat, advance_progress)
+    except _UnexpectedImageSize:
+        _remove_split_files(temp_folder, "images.npy")
+        return False  # images stay encoded
+    if decoding_errors:
+        broken_images_file = temp_folder.parent / BROKEN_IMAGES_FILE
+        broken_images_file.write_text(json.dumps(sorted(map(str, decoding_errors)), indent=1))
+        raise ValueError(_undecodable_message(decoding_errors, image_count, broken_images_file))
+    _remove_split_files(temp_folder, *ITEM_FILE_ENDINGS)
     return True
 
 
-def _common_shape(stats: Iterable[list[ImageStats]]) -> tuple[int, ...] | None:
+def _common_shape(sampled_stats: Iterable[list[ImageStats]]) -> tuple[int, ...] | None:
     """Return the shape (H, W, 3) shared by all sampled images, or None if their shapes differ."""
-    shapes = {look.shape for split_stats in stats for look in split_stats}
-    return shapes.pop() if len(shapes) == 1 else None
+    image_shapes = {image_stats.shape for split_stats in sampled_stats for image_stats in split_stats}
+    return image_shapes.pop() if len(image_shapes) == 1 else None
 
 
-def _sample_shards(new_folder: Path, shard_folder: str) -> list[list[ImageStats]]:
+def _sample_shards(temp_folder: Path, shard_folder: str) -> list[list[ImageStats]]:
     """Sample images from shards in a local folder. For shards in S3, return an empty list."""
     from onecurve.data.shards import MANIFEST, ShardImages, index_name, parse_manifest
 
-    manifest = parse_manifest((new_folder / MANIFEST).read_bytes(), str(new_folder / MANIFEST))
+    manifest_file = temp_folder / MANIFEST
+    manifest = parse_manifest(manifest_file.read_bytes(), str(manifest_file))
     if manifest.store is not None:
-        return []
-    splits = {split: manifest.shards_in(split) for split in manifest.splits}
-    files = {
-        split: tuple(str(Path(shard_folder) / shard.file) for shard in shards)
-        for split, shards in splits.items()
-    }
-    return sample_images(ShardImages(new_folder / index_name(split), paths) for split, paths in files.items())
+        return []  # images in S3 are not sampled
+    sharded_splits = []
+    for split in manifest.splits:
+        shard_paths = tuple(str(Path(shard_folder) / shard.file) for shard in manifest.shards_in(split))
+        sharded_splits.append(ShardImages(temp_folder / index_name(split), shard_paths))
+    return sample_images(sharded_splits)
 
 
-def _decode_chunks(chunks: list[Chunk], beat: Heartbeat, advance: Callable[[int], None]) -> list[ValueError]:
+def _decode_chunks(
+    chunks: list[ImageChunk], heartbeat: Heartbeat, advance_progress: Callable[[int], None]
+) -> list[ValueError]:
     """Call _decode_chunk(*chunk) for each chunk with one thread per core. Return one error per broken image.
 
-    Threads run in parallel because the decoders release the GIL. If beat() raises an exception or an image
-    has an unexpected size, each thread finishes its current chunk and stops.
+    Threads run in parallel because the decoders release the GIL. If heartbeat() raises an exception or an
+    image has an unexpected size, each thread finishes its current chunk and stops.
     """
-    checks_jpegs()  # logs the warning about a missing package before the threads start
+    detect_simplejpeg()  # logs the warning about a missing package before the threads start
     executor = ThreadPoolExecutor(allowed_cores())
-    errors = list[ValueError]()
+    decoding_errors: list[ValueError] = []
     try:
-        futures = [executor.submit(_decode_chunk, *chunk) for chunk in chunks]
-        for future, chunk in zip(futures, chunks, strict=True):
-            beat()
-            while not wait([future], timeout=0.5).done:
-                beat()
-            errors += future.result()
-            advance(len(chunk.ids))
-        return errors
+        chunk_futures = [executor.submit(_decode_chunk, *chunk) for chunk in chunks]
+        for chunk_future, chunk in zip(chunk_futures, chunks, strict=True):
+            heartbeat()
+            while not wait([chunk_future], timeout=0.5).done:
+                heartbeat()
+            decoding_errors += chunk_future.result()
+            advance_progress(len(chunk.indices))
+        return decoding_errors
     finally:
         executor.shutdown(cancel_futures=True)
 
 
-def _decode_chunk(images: EncodedImages, pixels: np.ndarray | None, ids: range) -> list[ValueError]:
-    """Decode images[ids] into pixels[ids], unless `pixels` is None, and return one error per broken image."""
-    errors = []
-    for index in ids:
+def _decode_chunk(images: EncodedImages, pixels: np.ndarray | None, indices: range) -> list[ValueError]:
+    """Decode images[indices], and return one error per broken image.
+
+    The decoded images are stored in pixels[indices], unless `pixels` is None.
+    """
+    decoding_errors = []
+    for index in indices:
         try:
-            image = images.decode(index, strict=True)
+            image_pixels = images.decode(index, strict=True)
         except ValueError as error:
-            errors.append(error)
-            continue
-        if pixels is None:
-            continue
-        if image.shape != pixels.shape[1:]:
-            raise _UnequalSizes
-        pixels[index] = image
-    return errors
+            decoding_errors.append(error)
+        else:
+            if pixels is not None:
+                if image_pixels.shape != pixels.shape[1:]:
+                    raise _UnexpectedImageSize
+                pixels[index] = image_pixels
+    return decoding_errors
 
 
-def _undecodable_message(errors: Sequence[object], count: int, file: Path, advice: str = "") -> str:
-    """Return an error message that lists the first NAMED errors for undecodable images.
+def _undecodable_message(
+    errors: Sequence[object], image_count: int, list_file: Path, advice: str = ""
+) -> str:
+    """Return an error message that lists the first MAX_LISTED_IMAGES errors for undecodable images.
 
     Args:
         errors: Errors for all undecodable images.
-        count: Total number of images.
-        file: File that lists all errors, named in the message if there are more than NAMED errors.
+        image_count: Total number of images.
+        list_file: File that lists all errors. The message names the file if there are more than
+            MAX_LISTED_IMAGES errors.
         advice: Text that suggests an alternative to replacing or removing the images.
     """
-    remainder = [f"and {len(errors) - NAMED:,} more images, listed in {file}"] if len(errors) > NAMED else []
-    summary = f"{len(errors):,} of {count:,} images can't be decoded. Replace or remove these images{advice}"
-    return "\n  ".join([summary, *sorted(map(str, errors))[:NAMED], *remainder])
+    undecodable = f"{len(errors):,} of {image_count:,} images can't be decoded"
+    shown_errors = sorted(map(str, errors))[:MAX_LISTED_IMAGES]
+    if (omitted_count := len(errors) - MAX_LISTED_IMAGES) > 0:
+        shown_errors.append(f"and {omitted_count:,} more images, listed in {list_file}")
+    return "\n  ".join([f"{undecodable}. Replace or remove these images{advice}", *shown_errors])
 
 
 @contextmanager
-def _show_progress(title: str, count: int) -> Iterator[Callable[[int], None]]:
+def _show_progress(title: str, image_count: int) -> Iterator[Callable[[int], None]]:
     """Show progress on stderr, and yield a function that advances it by a number of images."""
-    display, done_count = Display(count, title, sys.stderr), 0
-    if not display.bar:
-        display.print(title)
+    progress_display = Display(image_count, title, sys.stderr)
+    done_image_count = 0
+    if not progress_display.bar:
+        progress_display.print(title)
 
-    def advance(images: int) -> None:
-        nonlocal done_count
-        done_count += images
-        if display.is_due() or (display.bar and done_count == count):
-            display.show(f"{title}  {done_count:,}/{count:,}", done_count)
+    def advance_progress(new_image_count: int) -> None:
+        nonlocal done_image_count
+        done_image_count += new_image_count
+        if progress_display.is_due() or (progress_display.bar and done_image_count == image_count):
+            progress_display.show(f"{title}  {done_image_count:,}/{image_count:,}", done_image_count)
 
     try:
-        yield advance
+        yield advance_progress
     finally:
-        display.stop()
+        progress_display.stop()
 
 
-def _create_pixels(path: Path, shape: tuple[int, ...]) -> np.ndarray:
+def _create_pixel_array(path: Path, array_shape: tuple[int, ...]) -> np.ndarray:
     """Create a memory-mapped uint8 array and reserve disk space for it.
 
     With the reservation, a full disk raises OSError here. Without the reservation, a full disk would cause
     SIGBUS on a later write.
     """
-    pixels = np.lib.format.open_memmap(path, "w+", np.uint8, shape)
-    with open(path, "r+b") as file:
-        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-    return pixels
+    pixel_array = np.lib.format.open_memmap(path, "w+", np.uint8, array_shape)
+    with open(path, "r+b") as array_file:
+        os.posix_fallocate(array_file.fileno(), 0, path.stat().st_size)
+    return pixel_array
 
 
-def _remove_split_files(new_folder: Path, *endings: str) -> None:
+def _remove_split_files(temp_folder: Path, *name_endings: str) -> None:
     for split in ALL_SPLITS:
-        for ending in endings:
-            (new_folder / f"{split}_{ending}").unlink(missing_ok=True)
+        for name_ending in name_endings:
+            (temp_folder / f"{split}_{name_ending}").unlink(missing_ok=True)

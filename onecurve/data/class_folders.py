@@ -13,28 +13,31 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from onecurve.data.decode import EXTENSIONS, HEIC_ADVICE, HEIC_EXTENSIONS
+from onecurve.data.decode import HEIC_ADVICE, HEIC_EXTENSIONS, IMAGE_EXTENSIONS
 from onecurve.system.text import printable, some_of
 
 # Folder names of evaluation splits, in order of preference, mapped to the reported split name
 VAL_NAMES = {"val": "val", "validation": "val", "valid": "val", "test": "test"}
-SPELLINGS = {"training": "train", "testing": "test"}  # alternative names of split folders, used on Kaggle
+SPLIT_SPELLINGS = {"training": "train", "testing": "test"}  # alternative folder names, used on Kaggle
 # Matches names of split folders, such as train_images
 SPLIT_WORD = re.compile("(?<![a-z])(train|valid|validation|val|test)(?:ing)?(?![a-z])")
 IGNORED_FOLDERS = ("__MACOSX", "@eaDir", "lost+found")  # from macOS zip files, network drives and ext4
-DANGLING_LINKS = "dangling links"
-SPECIAL_FILES = "special files"
-OUTSIDE_CLASSES = "outside class folders"
-LISTS = (".csv", ".tsv", ".jsonl")
-TABLES = (*LISTS, ".parquet")
+DANGLING_LINKS = "dangling links"  # reason to ignore a file, as shown in messages
+SPECIAL_FILES = "special files"  # reason to ignore a file, as shown in messages
+OUTSIDE_CLASSES = "outside class folders"  # reason to ignore a file, as shown in messages
+LIST_EXTENSIONS = (".csv", ".tsv", ".jsonl")
+TABLE_EXTENSIONS = (*LIST_EXTENSIONS, ".parquet")
 METADATA_FILES = ("metadata.csv", "metadata.jsonl")  # image lists in the Hugging Face Hub's format
+
+ImagesByClass = dict[str, list[str]]  # image paths relative to the class folder, by class name
+ListedSplits = tuple[dict[str, str], dict[str, ImagesByClass]]  # folder name and images of each split
 
 
 class IgnoredFiles:
     """Counts of ignored files by reason, and names of empty class folders."""
 
     def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()  # number of ignored files by reason
         self.first: dict[str, str] = {}  # first ignored path for each reason
         self.empty_folders: list[str] = []
 
@@ -42,52 +45,52 @@ class IgnoredFiles:
         self.counts[reason] += 1
         self.first.setdefault(reason, path)
 
-    def takes(self, path: str) -> bool:
+    def accept_or_record(self, path: str) -> bool:
         """Return True for an image path. Record any other path as ignored unless the file is hidden."""
         if is_hidden(os.path.basename(path)):
             return False
         extension = os.path.splitext(path)[1].lower()
-        is_image = extension in EXTENSIONS
+        has_image_extension = extension in IMAGE_EXTENSIONS
         if os.path.isfile(path):
-            problem = "" if is_image else extension or "without an extension"
+            ignored_reason = "" if has_image_extension else extension or "without an extension"
         elif os.path.islink(path):
-            problem = DANGLING_LINKS if is_image else extension or DANGLING_LINKS
+            ignored_reason = DANGLING_LINKS if has_image_extension else extension or DANGLING_LINKS
         else:
-            problem = SPECIAL_FILES
-        if problem:
-            self.add(problem, path)
-        return not problem
+            ignored_reason = SPECIAL_FILES
+        if ignored_reason:
+            self.add(ignored_reason, path)
+        return not ignored_reason
 
     def __str__(self) -> str:
-        text = ", ".join(f"{count:,} {printable(reason)}" for reason, count in self.counts.most_common())
-        text += f" ({HEIC_ADVICE})" if self.counts.keys() & {*HEIC_EXTENSIONS} else ""
-        empty = f"{some_of(self.empty_folders)} without images" if self.empty_folders else ""
-        return ", ".join(filter(None, (text, empty)))
+        counts = ", ".join(f"{count:,} {printable(reason)}" for reason, count in self.counts.most_common())
+        heic_advice = f" ({HEIC_ADVICE})" if self.counts.keys() & {*HEIC_EXTENSIONS} else ""
+        empty_folders = f"{some_of(self.empty_folders)} without images" if self.empty_folders else ""
+        return ", ".join(filter(None, (counts + heic_advice, empty_folders)))
 
 
-def is_image(name: str) -> bool:
-    return not is_hidden(name) and name.lower().endswith(EXTENSIONS)
+def is_image(file_name: str) -> bool:
+    return not is_hidden(file_name) and file_name.lower().endswith(IMAGE_EXTENSIONS)
 
 
 def is_hidden(name: str) -> bool:
     return name.startswith(".") or name in IGNORED_FOLDERS
 
 
-def folder_names(root: Path) -> list[str]:
-    with os.scandir(root) as entries:
+def folder_names(parent: Path) -> list[str]:
+    with os.scandir(parent) as entries:
         return sorted(entry.name for entry in entries if not is_hidden(entry.name) and entry.is_dir())
 
 
-def split_folders(root: Path) -> dict[str, str]:
-    """Return the name of each split's folder in root, for example {"train": "Train"}."""
-    folders, splits = folder_names(root), {}
+def split_folders(data_folder: Path) -> dict[str, str]:
+    """Return the name of each split's folder in a data folder, for example {"train": "Train"}."""
+    names, folder_by_split = folder_names(data_folder), {}
     for split in ("train", *VAL_NAMES):
-        if spellings := [name for name in folders if SPELLINGS.get(name.lower(), name.lower()) == split]:
-            splits[split] = split if split in spellings else spellings[0]
-    return splits
+        if matches := [name for name in names if SPLIT_SPELLINGS.get(name.lower(), name.lower()) == split]:
+            folder_by_split[split] = split if split in matches else matches[0]
+    return folder_by_split
 
 
-def list_splits(root: Path, left_out: IgnoredFiles) -> tuple[dict[str, str], dict[str, dict[str, list[str]]]]:
+def list_splits(data_folder: Path, ignored_files: IgnoredFiles) -> ListedSplits:
     """List the images in `train/<class>/`, `val/<class>/` (or validation/, valid/) and `test/<class>/`.
 
     If there are no split folders, the images in `<class>/` form the training split.
@@ -97,8 +100,8 @@ def list_splits(root: Path, left_out: IgnoredFiles) -> tuple[dict[str, str], dic
     ignored.
 
     Args:
-        root: Folder that contains the data set.
-        left_out: Record to which this function adds ignored files and folders.
+        data_folder: Folder that contains the data set.
+        ignored_files: Record to which this function adds ignored files and folders.
 
     Returns:
         The name of each split's folder ("" if there are no split folders), and for each split and class the
@@ -107,202 +110,221 @@ def list_splits(root: Path, left_out: IgnoredFiles) -> tuple[dict[str, str], dic
     Raises:
         ValueError: If the folders contain no images or can't be used for training.
     """
-    folders = split_folders(root)
-    if not folders or _is_class(root, folders):
-        return {"train": ""}, {"train": _list_without_splits(root, left_out)}
-    if "train" not in folders:
-        folder = next(iter(folders.values()))
+    folder_by_split = split_folders(data_folder)
+    if not folder_by_split or _is_class_folder(data_folder, folder_by_split):
+        return {"train": ""}, {"train": _list_without_splits(data_folder, ignored_files)}
+    if "train" not in folder_by_split:
+        split_name = next(iter(folder_by_split.values()))
         raise ValueError(
-            f"--data {root} contains {folder}/ but no train/. A folder named {folder} is treated as a split."
-            f" Rename the folder if it is a class{_layout_advice(root)}"
+            f"--data {data_folder} contains {split_name}/ but no train/. A folder named {split_name}"
+            f" is treated as a split. Rename the folder if it is a class{_layout_advice(data_folder)}"
         )
-    splits = {split: list_classes(root / folders[split], left_out) for split in used_splits(folders).values()}
-    known_names = splits["train"].keys() if len(splits) == 3 else splits.get("test", {}).keys()
-    if "test" in splits and not splits["test"].keys() & known_names:
-        for name, paths in splits.pop("test").items():
-            for path in paths:
-                left_out.add(OUTSIDE_CLASSES, str(root / folders["test"] / name / path))
-        del folders["test"]
-    for split, classes in splits.items():
-        split_folder = root / folders[split]
-        if not classes:
+    images_by_split = {}
+    for split in used_splits(folder_by_split).values():
+        images_by_split[split] = list_classes(data_folder / folder_by_split[split], ignored_files)
+    test_classes = images_by_split.get("test", {}).keys()
+    expected_classes = images_by_split["train"].keys() if len(images_by_split) == 3 else test_classes
+    if "test" in images_by_split and not test_classes & expected_classes:
+        test_folder = data_folder / folder_by_split.pop("test")
+        for class_name, image_paths in images_by_split.pop("test").items():
+            for image_path in image_paths:
+                ignored_files.add(OUTSIDE_CLASSES, str(test_folder / class_name / image_path))
+    for split, images_by_class in images_by_split.items():
+        split_name = folder_by_split[split]
+        split_folder = data_folder / split_name
+        if not images_by_class:
             raise ValueError(
-                f"{split_folder} contains no class folders. A folder named {folders[split]} is treated as a"
-                " split and needs a separate folder for each class. Rename the folder if it is a"
-                f" class{_layout_advice(root)}"
+                f"{split_folder} contains no class folders. A folder named {split_name} is treated as a split"
+                " and needs a separate folder for each class."
+                f" Rename the folder if it is a class{_layout_advice(data_folder)}"
             )
-        splits[split] = drop_empty(folders[split], classes, left_out)
-        if not splits[split]:
-            extensions = " ".join(EXTENSIONS)
+        images_by_split[split] = drop_empty_classes(split_name, images_by_class, ignored_files)
+        if not images_by_split[split]:
+            extensions = " ".join(IMAGE_EXTENSIONS)
             raise ValueError(f"the class folders in {split_folder} contain no images ({extensions})")
-        check_known(f"--data {root}", folders[split], splits[split], splits["train"])
-    return folders, splits
+        train_classes = images_by_split["train"].keys()
+        refuse_unknown_classes(f"--data {data_folder}", split_name, images_by_split[split], train_classes)
+    return folder_by_split, images_by_split
 
 
-def drop_empty(folder: str, classes: dict[str, list[str]], left_out: IgnoredFiles) -> dict[str, list[str]]:
-    """Return the classes that contain images, and add the folders of empty classes to left_out."""
-    left_out.empty_folders += [os.path.join(folder, name, "") for name, paths in classes.items() if not paths]
-    return {name: paths for name, paths in classes.items() if paths}
+def drop_empty_classes(
+    split: str, images_by_class: ImagesByClass, ignored_files: IgnoredFiles
+) -> ImagesByClass:
+    """Return the classes that contain images, and add the folders of empty classes to ignored_files."""
+    empty_classes = [name for name, image_paths in images_by_class.items() if not image_paths]
+    ignored_files.empty_folders += [os.path.join(split, class_name, "") for class_name in empty_classes]
+    return {class_name: image_paths for class_name, image_paths in images_by_class.items() if image_paths}
 
 
-def check_known(where: str, split: str, classes: Iterable[str], train: Iterable[str]) -> None:
+def refuse_unknown_classes(data_name: str, split: str, classes: Iterable[str], train: Iterable[str]) -> None:
     """Raise ValueError if a split contains classes that are missing from the training split.
 
     A class that occurs only in the training split is reported by a startup warning instead.
 
     Args:
-        where: Name of the data set for the error message.
+        data_name: Name of the data set for the error message.
         split: Name of the split to check.
         classes: Class names in the split to check.
         train: Class names in the training split.
     """
-    if unknown := sorted({*classes} - {*train}):
+    if unknown_classes := sorted({*classes} - {*train}):
         raise ValueError(
-            f"{where}: {printable(split)} contains classes that are not in train: {some_of(unknown)}. Rename"
-            " or remove these classes, or add training images for them"
+            f"{data_name}: {printable(split)} contains classes that are not in train:"
+            f" {some_of(unknown_classes)}. Rename or remove these classes, or add training images for them"
         )
 
 
-def _is_class(root: Path, folders: dict[str, str]) -> bool:
+def _is_class_folder(data_folder: Path, folder_by_split: dict[str, str]) -> bool:
     """Return True if the only folder that is named like a split is actually a class folder.
 
     The folder is a class folder if it and at least two other folders directly contain images. A single other
     folder is not enough, because a data set with training images in train/*.jpg may store test images in
     test1/.
     """
-    if len(folders) != 1:
+    if len(folder_by_split) != 1:
         return False
-    names_with_images = {*_folders_with_images(root)}
-    return {*folders.values()} < names_with_images and len(names_with_images) > 2
+    folders_with_images = {*_folders_with_images(data_folder)}
+    return {*folder_by_split.values()} < folders_with_images and len(folders_with_images) > 2
 
 
-def _folders_with_images(root: Path) -> list[str]:
+def _folders_with_images(data_folder: Path) -> list[str]:
     """Return the folders that directly contain images, except unreadable folders such as lost+found."""
-    names = []
-    for name in folder_names(root):
+    folders_with_images = []
+    for folder_name in folder_names(data_folder):
         with contextlib.suppress(PermissionError):
-            names += [name] if any(map(is_image, os.listdir(root / name))) else []
-    return names
+            if any(map(is_image, os.listdir(data_folder / folder_name))):
+                folders_with_images.append(folder_name)
+    return folders_with_images
 
 
-def folders_beside_splits(root: Path) -> list[str]:
+def folders_beside_splits(data_folder: Path) -> list[str]:
     """Return the names of folders that contain images but are not split folders."""
-    splits = split_folders(root).values()
-    return [name for name in _folders_with_images(root) if name not in splits]
+    split_names = split_folders(data_folder).values()
+    return [name for name in _folders_with_images(data_folder) if name not in split_names]
 
 
-def used_splits(names: Iterable[str]) -> dict[str, str]:
+def used_splits(available_splits: Iterable[str]) -> dict[str, str]:
     """Map the roles "train", "val" and "test" to the splits that are read.
 
     The "val" role uses the first available split in VAL_NAMES. The "test" role exists only if "val" uses a
     split other than "test".
     """
-    val_split = next((name for name in VAL_NAMES if name in names), None)
-    used_names = {"train": "train"} | ({"val": val_split} if val_split else {})
-    return used_names | ({"test": "test"} if "test" in names and val_split != "test" else {})
+    val_split = next((split for split in VAL_NAMES if split in available_splits), None)
+    split_by_role = {"train": "train"} | ({"val": val_split} if val_split else {})
+    return split_by_role | ({"test": "test"} if "test" in available_splits and val_split != "test" else {})
 
 
-def _list_without_splits(root: Path, left_out: IgnoredFiles) -> dict[str, list[str]]:
+def _list_without_splits(data_folder: Path, ignored_files: IgnoredFiles) -> ImagesByClass:
     """List the images in `<class>/` folders without splits, or raise ValueError if there are no images."""
-    classes = drop_empty("", list_classes(root, left_out), left_out)
-    if not classes:
-        _refuse_without_classes(root)
-    split_words = {match[1] if (match := SPLIT_WORD.search(name.lower())) else "" for name in classes}
-    if "train" in split_words and "" not in split_words and len(classes) > 1:
-        advice = _layout_advice(root) or (
-            ". Rename the split folders to train/, val/ and test/, and create a folder for each class in each"
-            " split folder"
+    images_by_class = drop_empty_classes("", list_classes(data_folder, ignored_files), ignored_files)
+    if not images_by_class:
+        _raise_no_classes(data_folder)
+    matches = [SPLIT_WORD.search(class_name.lower()) for class_name in images_by_class]
+    split_words = {match[1] for match in matches if match}
+    if "train" in split_words and all(matches) and len(images_by_class) > 1:
+        advice = _layout_advice(data_folder) or (
+            ". Rename the split folders to train/, val/ and test/,"
+            " and create a folder for each class in each split folder"
         )
         raise ValueError(
-            f"--data {root}: the folder names {some_of(sorted(classes))} refer to splits, not classes{advice}"
+            f"--data {data_folder}: the folder names {some_of(sorted(images_by_class))} refer to splits,"
+            f" not classes{advice}"
         )
-    return classes
+    return images_by_class
 
 
-def training_problem(root: Path, name: str, paths: Sequence[str]) -> str:
+def training_problem(data_folder: Path, class_name: str, image_paths: Sequence[str]) -> str:
     """Return an error message for data with only one class folder, which can't be used for training.
 
     Args:
-        root: Folder that contains the data set.
-        name: Name of the only class folder.
-        paths: Image paths, relative to the class folder.
+        data_folder: Folder that contains the data set.
+        class_name: Name of the only class folder.
+        image_paths: Image paths, relative to the class folder.
     """
-    advice = f"If the class folders are in {printable(name)}, use --data {printable(root / name)}"
-    if not any(os.sep in path for path in paths):
+    class_folder = data_folder / class_name
+    advice = f"If the class folders are in {printable(class_name)}, use --data {printable(class_folder)}"
+    if not any(os.sep in path for path in image_paths):
         advice = "A classifier needs at least two class folders"
     return (
-        f"--data {root} contains images in only one folder, {printable(name)}. {advice}{_layout_advice(root)}"
+        f"--data {data_folder} contains images in only one folder, {printable(class_name)}."
+        f" {advice}{_layout_advice(data_folder)}"
     )
 
 
-def _refuse_without_classes(root: Path) -> NoReturn:
+def _raise_no_classes(data_folder: Path) -> NoReturn:
     """Raise ValueError for a folder without class folders, with advice for the folder's layout."""
-    if tables := sorted((*root.glob("*.parquet"), *root.glob("*/*.parquet"))):
-        names = [table.relative_to(root) for table in tables]
+    if parquet_files := sorted((*data_folder.glob("*.parquet"), *data_folder.glob("*/*.parquet"))):
+        parquet_names = [path.relative_to(data_folder) for path in parquet_files]
         raise ValueError(
-            f"--data {root} contains parquet files ({some_of(names, 3)}) but no train-*.parquet. Rename the"
-            " training files to train-*.parquet and the evaluation files to val-*.parquet or test-*.parquet"
+            f"--data {data_folder} contains parquet files ({some_of(parquet_names, 3)})"
+            " but no train-*.parquet. Rename the training files to train-*.parquet"
+            " and the evaluation files to val-*.parquet or test-*.parquet"
         )
     raise ValueError(
-        f"--data {root} contains neither parquet files (train-*.parquet, test-*.parquet)"
-        f" nor class folders (train/<class>/*.jpg, val/<class>/*.jpg){_layout_advice(root)}"
+        f"--data {data_folder} contains neither parquet files (train-*.parquet, test-*.parquet)"
+        f" nor class folders (train/<class>/*.jpg, val/<class>/*.jpg){_layout_advice(data_folder)}"
     )
 
 
-def _layout_advice(root: Path) -> str:
+def _layout_advice(data_folder: Path) -> str:
     """Return advice about a folder's tar files, image lists or HEIC files, or "" if there are none."""
-    if sorted((*root.glob("*.tar"), *root.glob("*/*.tar"))):
-        quoted_root, quoted_index = map(shlex.quote, (str(root), f"{root}_index"))
+    if sorted((*data_folder.glob("*.tar"), *data_folder.glob("*/*.tar"))):
+        quoted_data, quoted_index = map(shlex.quote, (str(data_folder), f"{data_folder}_index"))
         return printable(
-            ". To use tar files in WebDataset format, run python prep_imagenet.py --from shards --format"
-            f" index --data {quoted_root} --out {quoted_index}, and then use --data {quoted_index}"
+            ". To use tar files in WebDataset format, run python prep_imagenet.py --from shards"
+            f" --format index --data {quoted_data} --out {quoted_index}, and then use --data {quoted_index}"
         )
-    if tables := [str(path) for path in tables_of(root) if path.suffix.lower() in LISTS]:
-        return printable(f". To use a list of images, pass --data {' or '.join(tables)}")
-    left_out = IgnoredFiles()
-    list_images(root, left_out)
-    return f". Left out: {left_out}" if left_out.counts.keys() & {*HEIC_EXTENSIONS} else ""
+    table_files = find_table_files(data_folder)
+    if list_files := [str(path) for path in table_files if path.suffix.lower() in LIST_EXTENSIONS]:
+        return printable(f". To use a list of images, pass --data {' or '.join(list_files)}")
+    ignored_files = IgnoredFiles()
+    list_images(data_folder, ignored_files)
+    return f". Left out: {ignored_files}" if ignored_files.counts.keys() & {*HEIC_EXTENSIONS} else ""
 
 
-def metadata_files(root: Path) -> dict[str, Path]:
+def metadata_files(data_folder: Path) -> dict[str, Path]:
     """Return the path of each split folder's image list in the Hugging Face Hub's format.
 
     The result is empty if the training folder contains no list or more than one subfolder.
     """
-    folders = {split: root / name for split, name in split_folders(root).items()}
-    if "train" not in folders or len(folder_names(folders["train"])) > 1:
+    folder_by_split = {split: data_folder / name for split, name in split_folders(data_folder).items()}
+    if "train" not in folder_by_split or len(folder_names(folder_by_split["train"])) > 1:
         return {}
-    paths = [(split, folder / name) for split, folder in folders.items() for name in METADATA_FILES]
-    lists = {split: path for split, path in paths if path.is_file()}
-    return lists if "train" in lists else {}
+    candidates = [
+        (split, folder / name) for split, folder in folder_by_split.items() for name in METADATA_FILES
+    ]
+    list_by_split = {split: list_file for split, list_file in candidates if list_file.is_file()}
+    return list_by_split if "train" in list_by_split else {}
 
 
-def tables_of(root: Path) -> list[Path]:
+def find_table_files(data_folder: Path) -> list[Path]:
     """Return a folder's table files, training tables first, excluding Kaggle's sample submissions."""
 
     def sort_key(path: Path) -> tuple[bool, str]:
-        return not path.name.lower().startswith(("train", "label")), path.name
+        is_training_table = path.name.lower().startswith(("train", "label"))
+        return not is_training_table, path.name
 
-    tables = [path for path in root.iterdir() if path.suffix.lower() in TABLES and not is_hidden(path.name)]
-    return sorted((path for path in tables if "submission" not in path.name.lower()), key=sort_key)
+    visible_files = [path for path in data_folder.iterdir() if not is_hidden(path.name)]
+    table_files = [path for path in visible_files if path.suffix.lower() in TABLE_EXTENSIONS]
+    return sorted((path for path in table_files if "submission" not in path.name.lower()), key=sort_key)
 
 
-def lone_table(root: Path) -> Path | None:
+def find_lone_table(data_folder: Path) -> Path | None:
     """Return the only table file in a folder, or None if the folder may contain class folders."""
-    tables = tables_of(root)
-    names = folder_names(root)
-    are_flat = not any(folder_names(root / name) for name in names)
-    may_be_classes = len(names) > len(split_folders(root)) and len(names) > 1
-    return tables[0] if len(tables) == 1 and are_flat and not may_be_classes else None
+    table_files = find_table_files(data_folder)
+    subfolders = folder_names(data_folder)
+    has_nested_folders = any(folder_names(data_folder / name) for name in subfolders)
+    may_be_classes = len(subfolders) > len(split_folders(data_folder)) and len(subfolders) > 1
+    return table_files[0] if len(table_files) == 1 and not has_nested_folders and not may_be_classes else None
 
 
-def list_classes(root: Path, left_out: IgnoredFiles) -> dict[str, list[str]]:
-    """List the images in each class folder below root, including nested and linked folders.
+def list_classes(parent: Path, ignored_files: IgnoredFiles) -> ImagesByClass:
+    """List the images in each class folder below a folder, including nested and linked folders.
 
     Args:
-        root: Folder that directly contains the class folders.
-        left_out: Record to which this function adds non-image files, pipes, dangling links and images outside
-            class folders.
+        parent: Folder that directly contains the class folders.
+        ignored_files: Record to which this function adds non-image files, pipes, dangling links and images
+            outside class folders.
 
     Returns:
         Sorted image paths of each class, relative to the class folder. The classes are sorted by name.
@@ -310,27 +332,29 @@ def list_classes(root: Path, left_out: IgnoredFiles) -> dict[str, list[str]]:
     Raises:
         ValueError: If a link points to one of its parent folders.
     """
-    with os.scandir(root) as entries:
-        loose_paths = [entry.path for entry in entries if not entry.is_dir()]
-    for path in filter(left_out.takes, loose_paths):
-        left_out.add(OUTSIDE_CLASSES, path)
-    return {name: list_images(root / name, left_out) for name in folder_names(root)}
+    with os.scandir(parent) as entries:
+        paths_outside_classes = [entry.path for entry in entries if not entry.is_dir()]
+    for image_path in filter(ignored_files.accept_or_record, paths_outside_classes):
+        ignored_files.add(OUTSIDE_CLASSES, image_path)
+    return {name: list_images(parent / name, ignored_files) for name in folder_names(parent)}
 
 
-def list_images(folder: Path, left_out: IgnoredFiles) -> list[str]:
+def list_images(folder: Path, ignored_files: IgnoredFiles) -> list[str]:
     """Return the sorted paths of all images in a folder and its subfolders, relative to that folder."""
-    images: list[str] = []
-    for parent, names, files in os.walk(folder, onerror=_raise_error, followlinks=True):
-        names[:] = [name for name in names if not is_hidden(name)]  # os.walk skips the removed names
-        for path in (Path(parent, name) for name in names):
-            if links_above(path):
-                raise ValueError(f"{path} is a link to one of its parent folders. Remove the link")
-        images += filter(left_out.takes, (os.path.join(parent, name) for name in files))
-    prefix = os.path.join(folder, "")
-    return sorted(path.removeprefix(prefix) for path in images)
+    image_paths: list[str] = []
+    for parent, subfolders, file_names in os.walk(folder, onerror=_raise_error, followlinks=True):
+        # os.walk skips the removed names
+        subfolders[:] = [name for name in subfolders if not is_hidden(name)]
+        for subfolder in (Path(parent, name) for name in subfolders):
+            if is_link_to_parent(subfolder):
+                raise ValueError(f"{subfolder} is a link to one of its parent folders. Remove the link")
+        file_paths = (os.path.join(parent, file_name) for file_name in file_names)
+        image_paths += filter(ignored_files.accept_or_record, file_paths)
+    folder_prefix = os.path.join(folder, "")
+    return sorted(image_path.removeprefix(folder_prefix) for image_path in image_paths)
 
 
-def links_above(path: Path) -> bool:
+def is_link_to_parent(path: Path) -> bool:
     """Return True if a path is a link to one of its parent folders."""
     return path.is_symlink() and path.resolve() in map(Path.resolve, path.absolute().parents)
 

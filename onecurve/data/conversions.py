@@ -12,13 +12,28 @@ from onecurve.system.text import plural
 
 SAMPLED_IMAGES = 64  # number of sampled images per split; decoding takes a fraction of a second
 SAMPLED_VALUES = 10_000  # number of pixel values per image used to estimate the value range
-MIN_KEPT = 1 / 4  # minimum fraction of range, contrast or area that must remain; 1/4 loses two of eight bits
-NAMED_SHARE = 1 / 10  # minimum share of affected images for a warning; fewer images hardly affect accuracy
-# Percentage of pixel values ignored at each end of the value range, because of outliers such as hot pixels
-OUTLIERS_PCT = 0.1
+MIN_KEPT_FRACTION = 1 / 4  # fraction of range, contrast or area that must remain; 1/4 loses two of eight bits
+MIN_AFFECTED_SHARE = 1 / 10  # share of affected images that causes a warning; fewer hardly affect accuracy
+OUTLIER_PERCENT = 0.1  # pixel values ignored at each end of the value range, for example hot pixels
 VISIBLE_STD = 16  # standard deviation of 8-bit colours below which an area counts as a flat background
+MAX_LEVEL = 255  # largest 8-bit pixel value
 
-Value = TypeVar("Value")
+Property = TypeVar("Property")  # one property of an image
+
+
+class HiddenDetail(NamedTuple):
+    """Detail of an image that disappears on a white background."""
+
+    transparent_share: float  # share of transparent pixels
+    min_colour: int  # minimum colour value in the hidden area, 0 to 255
+    max_colour: int  # maximum colour value in the hidden area, 0 to 255
+
+
+class PaletteCounts(NamedTuple):
+    """Size of a palette in which several indices share a colour."""
+
+    index_count: int  # palette indices that occur in the image
+    colour_count: int  # distinct colours of these indices
 
 
 class ImageStats(NamedTuple):
@@ -26,122 +41,129 @@ class ImageStats(NamedTuple):
 
     Attributes:
         shape: Shape [H, W, 3] of the decoded image.
-        levels: Minimum and maximum decoded pixel values (0 to 255), excluding outliers.
-        values_16_bit: Minimum and maximum pixel values in a 16-bit file, excluding outliers, or None for any
+        level_range: Minimum and maximum decoded pixel values (0 to 255), excluding outliers.
+        range_16_bit: Minimum and maximum pixel values in a 16-bit file, excluding outliers, or None for any
             other file.
-        hidden: Share of transparent pixels and their minimum and maximum colour values if the white
-            background hides them, otherwise None.
-        palette: Number of palette indices and number of distinct colours if several indices share a colour,
-            otherwise None.
+        hidden_detail: Detail in transparent areas if the white background hides it, otherwise None.
+        repeated_palette: Size of the palette if several indices share a colour, otherwise None.
     """
 
     shape: tuple[int, ...]
-    levels: tuple[int, int]
-    values_16_bit: tuple[int, int] | None
-    hidden: tuple[float, int, int] | None
-    palette: tuple[int, int] | None
+    level_range: tuple[int, int]
+    range_16_bit: tuple[int, int] | None = None
+    hidden_detail: HiddenDetail | None = None
+    repeated_palette: PaletteCounts | None = None
 
     @property
     def is_long(self) -> bool:
-        return min(self.shape[:2]) < MIN_KEPT * max(self.shape[:2])
+        short_side, long_side = sorted(self.shape[:2])
+        return short_side < MIN_KEPT_FRACTION * long_side
 
 
 def sample_images(splits: Iterable[EncodedImages]) -> list[list[ImageStats]]:
     """Decode SAMPLED_IMAGES evenly spaced images of each split, and skip images that can't be decoded."""
-    stats = []
+    sampled_stats = []
     for images in splits:
-        stats.append(split_stats := list[ImageStats]())
+        split_stats: list[ImageStats] = []
         for index in np.unique(np.linspace(0, len(images) - 1, SAMPLED_IMAGES).astype(int)):
             with suppress(ValueError):
                 split_stats.append(image_stats(images.content(index), images.decode(index)))
-    return stats
+        sampled_stats.append(split_stats)
+    return sampled_stats
 
 
-def image_stats(content: bytes, pixels: np.ndarray) -> ImageStats:
+def image_stats(encoded_image: bytes, pixels: np.ndarray) -> ImageStats:
     """Compare an encoded image with its decoded pixels.
 
     Args:
-        content: Bytes of the encoded image.
-        pixels: Result of `decode_image(data)`, uint8 [H, W, 3].
+        encoded_image: Bytes of the encoded image.
+        pixels: Result of `decode_image(encoded_image)`, uint8 [H, W, 3].
     """
-    if content[:2] == JPEG_PREFIX:
-        return ImageStats(pixels.shape, _value_range(pixels), None, None, None)
-    image = open_image(content)
-    values_16_bit, hidden, palettes = None, None, None
+    if encoded_image[:2] == JPEG_PREFIX:
+        return ImageStats(pixels.shape, _value_range(pixels))
+    image = open_image(encoded_image)
+    range_16_bit, hidden_detail, repeated_palette = None, None, None
     if is_16_bit(image):
-        values_16_bit = _value_range(np.asarray(image))
+        range_16_bit = _value_range(np.asarray(image))
     elif image.mode == "P":
-        palettes = _repeated_colours(image)
-    if image.has_transparency_data and values_16_bit is None:
-        hidden = _hidden_detail(np.asarray(image.convert("RGBA")), pixels)
-    return ImageStats(pixels.shape, _value_range(pixels), values_16_bit, hidden, palettes)
+        repeated_palette = _count_repeated_colours(image)
+    if image.has_transparency_data and range_16_bit is None:
+        hidden_detail = _find_hidden_detail(np.asarray(image.convert("RGBA")), pixels)
+    return ImageStats(pixels.shape, _value_range(pixels), range_16_bit, hidden_detail, repeated_palette)
 
 
-def conversion_warnings(stats: Sequence[ImageStats], is_cropped: bool) -> list[str]:
-    """Return a warning for each type of lossy conversion that affects at least NAMED_SHARE of the images.
+def conversion_warnings(sampled_stats: Sequence[ImageStats], is_cropped: bool) -> list[str]:
+    """Return a warning for each lossy conversion that affects at least MIN_AFFECTED_SHARE of the images.
 
     Args:
-        stats: Properties of the sampled images.
+        sampled_stats: Properties of the sampled images.
         is_cropped: Whether evaluations crop the images.
     """
-    if not stats:
+    if not sampled_stats:
         return []
-    messages, sampled = [], plural(len(stats), "sampled image")
-    opaque = [look for look in stats if not (look.hidden or look.palette)]
-    low, high = _common_range([look.levels for look in opaque] or [(0, 255)])
-    if high - low < MIN_KEPT * 255:
-        file_range, values = "", [look.values_16_bit for look in opaque if look.values_16_bit]
-        if values:
-            low_16, high_16 = _common_range(values)
-            file_range = f". The files contain 16-bit values from {low_16:,} to {high_16:,}"
+    messages: list[str] = []
+    sampled_images = plural(len(sampled_stats), "sampled image")
+    opaque_stats = [stats for stats in sampled_stats if not (stats.hidden_detail or stats.repeated_palette)]
+    low_level, high_level = _common_range([stats.level_range for stats in opaque_stats] or [(0, MAX_LEVEL)])
+    if high_level - low_level < MIN_KEPT_FRACTION * MAX_LEVEL:
+        file_range = ""
+        if ranges_16_bit := [stats.range_16_bit for stats in opaque_stats if stats.range_16_bit]:
+            min_value, max_value = _common_range(ranges_16_bit)
+            file_range = f". The files contain 16-bit values from {min_value:,} to {max_value:,}"
         messages.append(
-            f"the pixels of {sampled} use only levels {low} to {high} of 255 after conversion to 8"
-            f" bits{file_range}. Rescale the pixel values to the full range before training"
+            f"the pixels of {sampled_images} use only levels {low_level} to {high_level} of 255"
+            f" after conversion to 8 bits{file_range}."
+            " Rescale the pixel values to the full range before training"
         )
-    if hidden := _affected_values([look.hidden for look in stats]):
-        share, low, high = max(hidden)
+    if hidden_details := _drop_rare([stats.hidden_detail for stats in sampled_stats]):
+        transparent_share, min_colour, max_colour = max(hidden_details)
         messages.append(
-            f"{len(hidden):,} of {sampled} contain details in transparent areas, which are converted to white"
-            f" (up to {share:.0%} of the pixels, with colours from {low} to {high}). Save these images"
-            " without transparency, in the colours that the model should see"
+            f"{len(hidden_details):,} of {sampled_images} contain details in transparent areas,"
+            f" which are converted to white (up to {transparent_share:.0%} of the pixels,"
+            f" with colours from {min_colour} to {max_colour})."
+            " Save these images without transparency, in the colours that the model should see"
         )
-    if palettes := _affected_values([look.palette for look in stats]):
-        indices, colours = max(palettes, key=lambda counts: counts[0] / counts[1])
+    if repeated_palettes := _drop_rare([stats.repeated_palette for stats in sampled_stats]):
+        most_repeated = max(repeated_palettes, key=lambda counts: counts.index_count / counts.colour_count)
         messages.append(
-            f"{len(palettes):,} of {sampled} have a palette in which several indices share a colour, for"
-            f" example {indices} indices with {plural(colours, 'colour')}. If the indices carry information,"
-            " as in label maps, save them as grey values"
+            f"{len(repeated_palettes):,} of {sampled_images} have a palette in which several indices share"
+            f" a colour, for example {most_repeated.index_count} indices with"
+            f" {plural(most_repeated.colour_count, 'colour')}."
+            " If the indices carry information, as in label maps, save them as grey values"
         )
-    if is_cropped and (shapes := _affected_values([look.shape if look.is_long else None for look in stats])):
-        height, width, _ = max(shapes, key=lambda shape: max(shape) / min(shape[:2]))
+    long_shapes = _drop_rare([stats.shape if stats.is_long else None for stats in sampled_stats])
+    if is_cropped and long_shapes:
+        height, width, _ = max(long_shapes, key=lambda shape: max(shape) / min(shape[:2]))
         messages.append(
-            f"{len(shapes):,} of {sampled} are longer than 4 times their shorter side, for example {width:,}"
-            f" x {height:,} pixels. A central crop shows less than a quarter of each of these images. Pad or"
-            " split these images"
+            f"{len(long_shapes):,} of {sampled_images} are longer than 4 times their shorter side,"
+            f" for example {width:,} x {height:,} pixels."
+            " A central crop shows less than a quarter of each of these images. Pad or split these images"
         )
     return messages
 
 
-def _affected_values(values: Sequence[Value | None]) -> list[Value]:
-    """Return the values that are not None, or [] if their share is below NAMED_SHARE."""
-    affected = [value for value in values if value is not None]
-    return affected if len(affected) >= NAMED_SHARE * len(values) else []
+def _drop_rare(image_properties: Sequence[Property | None]) -> list[Property]:
+    """Return the properties that are not None, or [] if their share is below MIN_AFFECTED_SHARE."""
+    affected = [image_property for image_property in image_properties if image_property is not None]
+    return affected if len(affected) >= MIN_AFFECTED_SHARE * len(image_properties) else []
 
 
-def _common_range(ranges: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Return the pixel value range of all images except a fraction of NAMED_SHARE at each end."""
-    lows, highs = zip(*ranges, strict=True)
-    low = np.quantile(lows, NAMED_SHARE, method="lower")
-    return int(low), int(np.quantile(highs, 1 - NAMED_SHARE, method="higher"))
+def _common_range(image_ranges: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return the pixel value range of all images except a fraction of MIN_AFFECTED_SHARE at each end."""
+    image_minima, image_maxima = zip(*image_ranges, strict=True)
+    low_value = np.quantile(image_minima, MIN_AFFECTED_SHARE, method="lower")
+    high_value = np.quantile(image_maxima, 1 - MIN_AFFECTED_SHARE, method="higher")
+    return int(low_value), int(high_value)
 
 
-def _value_range(values: np.ndarray) -> tuple[int, int]:
-    flat = values.reshape(-1)[:: max(1, values.size // SAMPLED_VALUES)]
-    low, high = np.percentile(flat, (OUTLIERS_PCT, 100 - OUTLIERS_PCT), method="nearest")
-    return int(low), int(high)
+def _value_range(pixel_values: np.ndarray) -> tuple[int, int]:
+    sampled_values = pixel_values.reshape(-1)[:: max(1, pixel_values.size // SAMPLED_VALUES)]
+    percentiles = (OUTLIER_PERCENT, 100 - OUTLIER_PERCENT)
+    low_value, high_value = np.percentile(sampled_values, percentiles, method="nearest")
+    return int(low_value), int(high_value)
 
 
-def _hidden_detail(rgba: np.ndarray, pixels: np.ndarray) -> tuple[float, int, int] | None:
+def _find_hidden_detail(rgba: np.ndarray, pixels: np.ndarray) -> HiddenDetail | None:
     """Return the share of transparent pixels and their colour range, or None if no detail is hidden.
 
     A white background hides detail if fully transparent pixels have visible colours. It also hides detail if
@@ -151,19 +173,22 @@ def _hidden_detail(rgba: np.ndarray, pixels: np.ndarray) -> tuple[float, int, in
     is_transparent = alpha < 255
     if not is_transparent.any():
         return None
-    erased = colours[alpha == 0]
-    has_erased = len(erased) >= alpha.size / 100 and erased.std() >= VISIBLE_STD
-    if has_erased or pixels.std() < MIN_KEPT * max(colours.std(), alpha.std()):
-        return float(is_transparent.mean()), *_value_range(erased if has_erased else colours)
+    erased_colours = colours[alpha == 0]
+    has_erased_detail = len(erased_colours) >= alpha.size / 100 and erased_colours.std() >= VISIBLE_STD
+    if has_erased_detail or pixels.std() < MIN_KEPT_FRACTION * max(colours.std(), alpha.std()):
+        min_colour, max_colour = _value_range(erased_colours if has_erased_detail else colours)
+        return HiddenDetail(float(is_transparent.mean()), min_colour, max_colour)
     return None
 
 
-def _repeated_colours(image) -> tuple[int, int] | None:
+def _count_repeated_colours(palette_image) -> PaletteCounts | None:
     """Return the numbers of used palette indices and distinct colours.
 
     The result is None if there are more than half as many colours as indices.
     """
-    used_indices = np.unique(np.asarray(image))
-    palette = np.asarray(image.getpalette() or [0, 0, 0], np.uint8).reshape(-1, 3)
-    colours = np.unique(palette[used_indices[used_indices < len(palette)]], axis=0)
-    return (len(used_indices), len(colours)) if len(colours) <= len(used_indices) / 2 else None
+    used_indices = np.unique(np.asarray(palette_image))
+    palette = np.asarray(palette_image.getpalette() or [0, 0, 0], np.uint8).reshape(-1, 3)
+    used_colours = np.unique(palette[used_indices[used_indices < len(palette)]], axis=0)
+    if len(used_colours) > len(used_indices) / 2:
+        return None
+    return PaletteCounts(len(used_indices), len(used_colours))

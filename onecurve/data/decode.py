@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 JPEG_PREFIX = b"\xff\xd8"
 # File extensions of each PIL format. PIL may open only these formats, because opening an EPS file would start
 # Ghostscript, and document formats do not contain photographs.
-FORMATS = {
+EXTENSIONS_BY_FORMAT = {
     "JPEG": (".jpg", ".jpeg", ".jpe", ".jfif"),
     "PNG": (".png",),
     "WEBP": (".webp",),
@@ -36,18 +36,21 @@ FORMATS = {
 }
 HEIC_EXTENSIONS = (".heic", ".heif")  # format of phone cameras, which PIL reads with an optional package
 if importlib.util.find_spec("pillow_heif"):
-    FORMATS["HEIF"] = HEIC_EXTENSIONS
+    EXTENSIONS_BY_FORMAT["HEIF"] = HEIC_EXTENSIONS
 HEIC_ADVICE = (
-    "to read HEIC files, run `pip install pillow-heif`, or convert the files with `magick mogrify -format jpg"
-    " *.heic`"
+    "to read HEIC files, run `pip install pillow-heif`,"
+    " or convert the files with `magick mogrify -format jpg *.heic`"
 )
 HEIC_FILE_ADVICE = (
     "To read the file, run `pip install pillow-heif`, or convert the file with `magick heic:FILE NEW.jpg`"
 )
-EXTENSIONS = tuple(chain.from_iterable(FORMATS.values()))
+IMAGE_EXTENSIONS = tuple(chain.from_iterable(EXTENSIONS_BY_FORMAT.values()))
 MAX_PIXELS = 89_478_485  # PIL's limit, because a larger image could be a decompression bomb
 MAX_PADDING = 2**16  # maximum number of padding bytes before a JPEG marker
-_PADDING = re.compile(b"\xff+")
+_PADDING_PATTERN = re.compile(b"\xff+")  # matches padding and the first byte of a JPEG marker
+_FRAME_MARKERS = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # JPEG markers that start a frame (second byte)
+_FRAME_HEADER_BYTES = 10  # length of a frame header from its marker to its number of components
+_LAST_HUFFMAN_MARKER = 0xC2  # frames with larger markers may use arithmetic coding
 
 
 def decode_image(content: bytes) -> np.ndarray:
@@ -57,7 +60,7 @@ def decode_image(content: bytes) -> np.ndarray:
     16-bit pixel values are divided by 257, because PIL's own conversion would turn 16-bit grey images white.
 
     The image size in the header is checked before decoding. JPEGs are decoded with torchcodec. All other
-    FORMATS are decoded with PIL, as are files that torchcodec rejects, such as a PNG named .jpg. Both
+    formats are decoded with PIL, as are files that torchcodec rejects, such as a PNG named .jpg. Both
     libraries reject a truncated file unless it contains an end marker (see `find_damage`). Because torchcodec
     and PIL both use libjpeg-turbo, their JPEG pixels differ by at most 2 of 255 levels.
 
@@ -68,7 +71,7 @@ def decode_image(content: bytes) -> np.ndarray:
         ValueError: If the image can't be decoded. The message contains the reason.
     """
     if (frame := jpeg_frame(content)) is not None:
-        _check_frame(frame, len(content))
+        _check_frame_size(frame, len(content))
         if (decode_jpeg := torchcodec_decoder()) is not None:
             import torch
 
@@ -91,9 +94,10 @@ def torchcodec_decoder() -> Callable[..., Any] | None:
         from torchcodec.decoders import decode_jpeg
     except (ImportError, OSError, RuntimeError) as error:
         if multiprocessing.parent_process() is None:  # only the trainer logs the warning, not its workers
-            reason = printable(str(error).splitlines()[0])
+            first_error_line = str(error).splitlines()[0]
             log.warning(
-                f"warning: torchcodec can't be used, so PIL decodes JPEGs, which is slower. Reason: {reason}"
+                "warning: torchcodec can't be used, so PIL decodes JPEGs, which is slower."
+                f" Reason: {printable(first_error_line)}"
             )
         return None
     return decode_jpeg
@@ -110,7 +114,7 @@ def find_damage(content: bytes) -> str | None:
         frame = jpeg_frame(content)
     except ValueError as error:
         return str(error)
-    if frame is None or len(content) < frame.min_bytes or not checks_jpegs():
+    if frame is None or len(content) < frame.min_bytes or not detect_simplejpeg():
         return _decoding_error(content)
     import simplejpeg
 
@@ -118,22 +122,22 @@ def find_damage(content: bytes) -> str | None:
         colorspace = "CMYK" if frame.components == 4 else "GRAY"
         simplejpeg.decode_jpeg(content, colorspace, min_factor=8, strict=True)
     except ValueError as error:
-        message = str(error)
-        if "extraneous" in message:  # extra bytes between two segments are harmless
+        jpeg_error = str(error)
+        if "extraneous" in jpeg_error:  # extra bytes between two segments are harmless
             return None
         # simplejpeg rejects some files that decode_image() can decode.
-        return message if message.startswith(("Corrupt", "Premature")) else _decoding_error(content)
+        return jpeg_error if jpeg_error.startswith(("Corrupt", "Premature")) else _decoding_error(content)
     return None
 
 
 @functools.cache
-def checks_jpegs() -> bool:
+def detect_simplejpeg() -> bool:
     """Return True if simplejpeg, which detects missing JPEG data, is installed. If not, log one warning."""
     is_installed = importlib.util.find_spec("simplejpeg") is not None
     if not is_installed:
         log.warning(
-            "warning: simplejpeg is not installed, so JPEGs with missing parts are not detected. Run"
-            " `pip install simplejpeg`"
+            "warning: simplejpeg is not installed, so JPEGs with missing parts are not detected."
+            " Run `pip install simplejpeg`"
         )
     return is_installed
 
@@ -149,9 +153,9 @@ def _decoding_error(content: bytes) -> str | None:
 class JpegFrame(NamedTuple):
     """JPEG frame header."""
 
-    height: int
-    width: int
-    components: int
+    height: int  # in pixels
+    width: int  # in pixels
+    components: int  # number of colour components: 1 for grey, 3 for colour, 4 for CMYK
     min_bytes: int  # minimum file size, 1 bit per block of 8 x 8 pixels; 0 for arithmetic coding
 
 
@@ -163,49 +167,59 @@ def jpeg_frame(content: bytes) -> JpegFrame | None:
             by byte.
     """
     offset = 2 if content[:2] == JPEG_PREFIX else len(content)
-    while offset + 10 <= len(content) and content[offset] == 0xFF:
+    while offset + _FRAME_HEADER_BYTES <= len(content) and content[offset] == 0xFF:
         marker = content[offset + 1]
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            height = int.from_bytes(content[offset + 5 : offset + 7])
-            width = int.from_bytes(content[offset + 7 : offset + 9])
-            components = content[offset + 9]
-            factor_bytes = content[offset + 11 : offset + 10 + 3 * components : 3]
-            sampling_factors = [(byte >> 4, byte & 15) for byte in factor_bytes]
-            widest = max((horizontal for horizontal, _ in sampling_factors), default=0)
-            highest = max((vertical for _, vertical in sampling_factors), default=0)
-            block_count = sum(
-                math.ceil(width * horizontal / (8 * widest)) * math.ceil(height * vertical / (8 * highest))
-                for horizontal, vertical in sampling_factors
-                if widest and highest
-            )
-            return JpegFrame(height, width, components, block_count // 8 if marker <= 0xC2 else 0)
+        if marker in _FRAME_MARKERS:
+            return _parse_frame_header(content, offset)
         if marker == 0xFF:
-            padding = len(_PADDING.match(content, offset)[0]) - 1  # type: ignore[index]  # always matches here
-            if padding > MAX_PADDING:
+            marker_match = _PADDING_PATTERN.match(content, offset)
+            padding_bytes = len(marker_match[0]) - 1  # type: ignore[index]  # always matches here
+            if padding_bytes > MAX_PADDING:
                 raise ValueError(
-                    f"the header contains {padding:,} bytes of padding. At most {MAX_PADDING:,} bytes are"
-                    " supported"
+                    f"the header contains {padding_bytes:,} bytes of padding."
+                    f" At most {MAX_PADDING:,} bytes are supported"
                 )
-            offset += padding
+            offset += padding_bytes
         else:  # any other segment before the frame starts with its length, which includes the length field
-            offset += 2 + int.from_bytes(content[offset + 2 : offset + 4])
+            segment_bytes = int.from_bytes(content[offset + 2 : offset + 4])
+            offset += 2 + segment_bytes
     return None
 
 
-def _check_frame(frame: JpegFrame, size: int) -> None:
+def _parse_frame_header(content: bytes, marker_offset: int) -> JpegFrame:
+    marker = content[marker_offset + 1]
+    height = int.from_bytes(content[marker_offset + 5 : marker_offset + 7])
+    width = int.from_bytes(content[marker_offset + 7 : marker_offset + 9])
+    components = content[marker_offset + 9]
+    factor_bytes = content[marker_offset + 11 : marker_offset + 10 + 3 * components : 3]
+    sampling_factors = [(byte >> 4, byte & 15) for byte in factor_bytes]  # horizontal, vertical
+    max_horizontal = max((horizontal for horizontal, _ in sampling_factors), default=0)
+    max_vertical = max((vertical for _, vertical in sampling_factors), default=0)
+    block_count = 0
+    if max_horizontal and max_vertical:
+        for horizontal, vertical in sampling_factors:
+            blocks_across = math.ceil(width * horizontal / (8 * max_horizontal))
+            blocks_down = math.ceil(height * vertical / (8 * max_vertical))
+            block_count += blocks_across * blocks_down
+    min_bytes = block_count // 8 if marker <= _LAST_HUFFMAN_MARKER else 0
+    return JpegFrame(height, width, components, min_bytes)
+
+
+def _check_frame_size(frame: JpegFrame, file_bytes: int) -> None:
     _refuse_oversized(frame.width, frame.height)
-    if size < frame.min_bytes:
+    if file_bytes < frame.min_bytes:
         raise ValueError(
-            f"the header specifies {frame.width:,} x {frame.height:,} pixels, which do not fit into {size:,}"
-            " bytes. The file is truncated or a decompression bomb"
+            f"the header specifies {frame.width:,} x {frame.height:,} pixels,"
+            f" which do not fit into {file_bytes:,} bytes."
+            " The file is truncated or a decompression bomb"
         )
 
 
 def _refuse_oversized(width: int, height: int) -> None:
     if width * height > MAX_PIXELS:
         raise ValueError(
-            f"an image with {width:,} x {height:,} pixels could be a decompression bomb. At most"
-            f" {MAX_PIXELS:,} pixels are supported"
+            f"an image with {width:,} x {height:,} pixels could be a decompression bomb."
+            f" At most {MAX_PIXELS:,} pixels are supported"
         )
 
 
@@ -217,18 +231,20 @@ def _decode_by_pil(content: bytes) -> np.ndarray:
     try:
         image = ImageOps.exif_transpose(image)
         if has_16_bits:  # because convert("RGB") would clip values above 255 to white
-            grey = np.asarray(image)
-            is_transparent = grey == image.info.get("transparency", -1)
-            grey = np.where(is_transparent, 255, grey // 257).astype(np.uint8)
-            return np.repeat(grey[:, :, None], 3, axis=2)
+            grey_16_bit = np.asarray(image)
+            is_transparent = grey_16_bit == image.info.get("transparency", -1)
+            grey_8_bit = np.where(is_transparent, 255, grey_16_bit // 257).astype(
+                np.uint8
+            )  # 255 * 257 = 65,535
+            return np.repeat(grey_8_bit[:, :, None], 3, axis=2)
         if image.mode in ("I", "F"):
             raise ValueError(
                 f"32-bit pixels (PIL mode {image.mode}) are not supported. Convert the image to 8 or 16 bits"
             )
         if image.has_transparency_data:
-            transparent = image.convert("RGBA")
-            image = Image.new("RGBA", transparent.size, "white")
-            image.alpha_composite(transparent)
+            transparent_image = image.convert("RGBA")
+            image = Image.new("RGBA", transparent_image.size, "white")
+            image.alpha_composite(transparent_image)
         return np.array(image.convert("RGB"))  # copied, because torch warns about read-only memory
     except ValueError:
         raise
@@ -245,26 +261,26 @@ def open_image(content: bytes) -> "Image.Image":
     """Open an image with PIL without decoding the pixels.
 
     Raises:
-        ValueError: If the format is not in FORMATS, the image is too large, or the image header is broken.
+        ValueError: If the format is not supported, the image is too large, or the image header is broken.
     """
     from PIL import Image, UnidentifiedImageError
 
     allow_large_texts()
     if not content:
         raise ValueError("the file is empty")
-    formats = [name for name in FORMATS if name != "HEIF"]
-    if "HEIF" in FORMATS and content[4:8] == b"ftyp":
+    allowed_formats = [name for name in EXTENSIONS_BY_FORMAT if name != "HEIF"]
+    if "HEIF" in EXTENSIONS_BY_FORMAT and content[4:8] == b"ftyp":
         _register_heif()
-        formats.append("HEIF")
+        allowed_formats.append("HEIF")
     elif content[4:11] in (b"ftyphei", b"ftyphev"):
         raise ValueError(f"the file is in HEIC format. {HEIC_FILE_ADVICE}")
     if (frame := jpeg_frame(content)) is not None:
-        _check_frame(frame, len(content))
+        _check_frame_size(frame, len(content))
     try:
-        image = Image.open(io.BytesIO(content), formats=formats)
+        image = Image.open(io.BytesIO(content), formats=allowed_formats)
     except UnidentifiedImageError:
-        message = f"the file is not in a supported image format ({', '.join(FORMATS)})"
-        raise ValueError(lfs_pointer_problem(content) or message) from None
+        format_error = f"the file is not in a supported image format ({', '.join(EXTENSIONS_BY_FORMAT)})"
+        raise ValueError(lfs_pointer_problem(content) or format_error) from None
     except Exception as error:
         # The image exceeds twice PIL's limit or is broken. PIL's errors have no common base class.
         raise ValueError(str(error) or type(error).__name__) from None

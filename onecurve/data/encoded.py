@@ -14,9 +14,10 @@ from onecurve.data.decode import JPEG_PREFIX, decode_image, find_damage
 from onecurve.system.files import read_json, retried
 from onecurve.system.text import printable
 
-SPLITS = ("train", "val")
+SPLITS = ("train", "val")  # training split, and split that selects the best checkpoint
 ALL_SPLITS = (*SPLITS, "test")  # splits that a cache folder may contain
-ITEM_FILES = ("items.bin", "offsets.npy", "items.json")
+ITEM_FILE_ENDINGS = ("items.bin", "offsets.npy", "items.json")  # of the files that save_images() writes
+WHOLE_FILE = -1  # length in EncodedImages.location() of an image that occupies a whole file
 
 
 def save_labels(folder: Path, split: str, labels: Iterable[int] | np.ndarray) -> None:
@@ -40,8 +41,8 @@ def save_images(
             items_file.write(item)
             offsets.append(offsets[-1] + len(item))
     np.save(folder / f"{split}_offsets.npy", np.asarray(offsets))
-    layout = {"root": None if root is None else str(root), "parts": tables}
-    (folder / f"{split}_items.json").write_text(json.dumps(layout))
+    item_origins = {"root": None if root is None else str(root), "parts": tables}
+    (folder / f"{split}_items.json").write_text(json.dumps(item_origins))
 
 
 class DamagedImage(ValueError):
@@ -67,7 +68,7 @@ class EncodedImages(ABC):
 
     @abstractmethod
     def location(self, index: int) -> tuple[str, int, int]:
-        """Return image i's file, byte offset, and length (-1 for the whole file)."""
+        """Return image i's file, byte offset, and length (WHOLE_FILE for a whole file)."""
 
     @abstractmethod
     def display_name(self, index: int) -> str:
@@ -77,7 +78,7 @@ class EncodedImages(ABC):
     def size(self, index: int) -> int:
         """Return the length of `content(index)` in bytes."""
         file, _, length = self.location(index)
-        return os.path.getsize(file) if length < 0 else length
+        return os.path.getsize(file) if length == WHOLE_FILE else length
 
     @retried
     def content(self, index: int) -> bytes:
@@ -86,9 +87,9 @@ class EncodedImages(ABC):
         try:
             if self.open_file:
                 return os.pread(self.open_file.fileno(), length, offset)
-            with open(file, "rb", buffering=0) as stream:
-                stream.seek(offset)
-                content = stream.read(length)
+            with open(file, "rb", buffering=0) as opened_file:
+                opened_file.seek(offset)
+                content = opened_file.read(length)
         except OSError as error:
             raise OSError(error.errno, error.strerror, file) from None
         if len(content) < length:
@@ -113,8 +114,9 @@ class EncodedImages(ABC):
         content = self.content(index)
         try:
             pixels = decode_image(content)
-            if strict and content[:2] == JPEG_PREFIX and (problem := find_damage(content)):
-                raise DamagedImage(problem)
+            is_checked = strict and content[:2] == JPEG_PREFIX
+            if is_checked and (damage := find_damage(content)):
+                raise DamagedImage(damage)
             return pixels
         except ValueError as error:
             error_class = DamagedImage if isinstance(error, DamagedImage) else ValueError
@@ -124,13 +126,14 @@ class EncodedImages(ABC):
 class ArrayImages(EncodedImages):
     """Decoded images in a cache file, uint8 [N, H, W, 3]."""
 
-    def __init__(self, file: str, rows: np.ndarray | None):
-        self.images = np.load(file, mmap_mode="r")
+    def __init__(self, array_file: str, ids: np.ndarray | None):
+        self.images = np.load(array_file, mmap_mode="r")
         super().__init__(len(self.images), None)
-        self.ids = self.ids if rows is None else rows
+        if ids is not None:
+            self.ids = ids
 
     def location(self, index: int) -> tuple[str, int, int]:
-        return str(self.images.filename), 0, -1
+        return str(self.images.filename), 0, WHOLE_FILE
 
     def display_name(self, index: int) -> str:
         return f"image {self.ids[index]}"
@@ -144,24 +147,26 @@ class CachedImages(EncodedImages):
 
     def __init__(self, folder: Path, split: str, ids_file: Path | None = None):
         self.offsets = np.asarray(np.load(folder / f"{split}_offsets.npy", mmap_mode="r"))
-        self.items = open(str(folder / f"{split}_items.bin"), "rb", buffering=0)  # noqa: SIM115
-        layout = read_json(folder / f"{split}_items.json")
-        self.root, self.tables = layout["root"], layout["parts"]
-        super().__init__(len(self.offsets) - 1, ids_file, self.items if self.root is None else None)
+        self.items_file = open(str(folder / f"{split}_items.bin"), "rb", buffering=0)  # noqa: SIM115
+        item_origins = read_json(folder / f"{split}_items.json")
+        self.image_root, self.tables = item_origins["root"], item_origins["parts"]
+        content_file = self.items_file if self.image_root is None else None
+        super().__init__(len(self.offsets) - 1, ids_file, content_file)
 
     def location(self, index: int) -> tuple[str, int, int]:
-        start, end = self.offsets[self.ids[index] :][:2].tolist()  # byte range of the image's content or path
-        if self.root is None:
-            return self.items.name, start, end - start
-        path = os.pread(self.items.fileno(), end - start, start)
-        return os.path.join(self.root, os.fsdecode(path)), 0, -1
+        item_start, item_end = self.offsets[self.ids[index] :][:2].tolist()  # bytes of the image or its path
+        if self.image_root is None:
+            return self.items_file.name, item_start, item_end - item_start
+        relative_path = os.pread(self.items_file.fileno(), item_end - item_start, item_start)
+        return os.path.join(self.image_root, os.fsdecode(relative_path)), 0, WHOLE_FILE
 
     def display_name(self, index: int) -> str:
-        if self.root is not None:
-            return printable(self.location(index)[0])
-        row = int(self.ids[index])
-        for table, rows in self.tables:
-            if row < rows:
-                return f"row {row} of {table}"
-            row -= rows
+        if self.image_root is not None:
+            image_path, _, _ = self.location(index)
+            return printable(image_path)
+        table_row = int(self.ids[index])
+        for table_name, row_count in self.tables:
+            if table_row < row_count:
+                return f"row {table_row} of {table_name}"
+            table_row -= row_count
         raise AssertionError(f"image {index} does not belong to any table")

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,14 +46,14 @@ class Images:
         flaws: Warnings about the images, for example that images are broken or occur in two splits.
     """
 
-    source: str
-    classes: tuple[str, ...]
+    source: str  # data set name and content key
+    classes: tuple[str, ...]  # class names
     train: Split
     val: Split
-    val_name: str
+    val_name: str  # "val", "test", "holdout" or "train"
     test: Split | None = None
     test_name: str = ""
-    flaws: tuple[str, ...] = ()
+    flaws: tuple[str, ...] = ()  # warnings about the images
 
     @property
     def identity(self) -> tuple[str, tuple[str, ...], bool]:
@@ -79,19 +80,21 @@ class Images:
         """
         if method == "none":
             return None
-        counts = np.bincount(self.train.labels, minlength=len(self.classes))
-        present = np.maximum(counts, 1)
+        class_counts = np.bincount(self.train.labels, minlength=len(self.classes))
+        nonzero_counts = np.maximum(class_counts, 1)  # avoids a division by zero
         if method == "sqrt":
-            weights = len(self.train) / (np.sqrt(counts).sum() * np.sqrt(present)) * (counts > 0)
+            divisors = np.sqrt(class_counts).sum() * np.sqrt(nonzero_counts)
         else:
-            weights = len(self.train) / (np.count_nonzero(counts) * present) * (counts > 0)
+            divisors = np.count_nonzero(class_counts) * nonzero_counts
+        weights = len(self.train) / divisors * (class_counts > 0)
         return torch.from_numpy(weights.astype(np.float32)).to(device)
 
     @property
     def evaluated(self) -> dict[str, Split]:
         """Evaluated splits, by split name."""
-        splits = {self.val_name: self.val} if self.val is not self.train else {}
-        return splits | ({self.test_name: self.test} if self.test else {})
+        val_split = {self.val_name: self.val} if self.val is not self.train else {}
+        test_split = {self.test_name: self.test} if self.test else {}
+        return val_split | test_split
 
 
 def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluated: bool = False) -> Images:
@@ -111,23 +114,28 @@ def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluated: bool = Fal
     now.enter(OPENING_DATA)
     prepare = partial(prepare_cache, recipe, is_evaluated=is_evaluated)
     prepared = once(accelerator, "data", prepare, recipe.timeout_s, per_host=True)
-    folder, left_out = prepared  # a list, not a Prepared, if received as JSON from another process
+    folder, ignored_files = prepared  # a list, not a PreparedData, if received as JSON from another process
     images = open_images(Path(folder), recipe)
     if len(images.classes) < 2 and not is_evaluated:
-        name = images.classes[0]
+        only_class = images.classes[0]
         raise ValueError(
-            f"{recipe.data} contains only one class, {name}. A classifier needs at least two classes"
+            f"{recipe.data} contains only one class, {only_class}. A classifier needs at least two classes"
         )
-    train, evaluated = images.train.labels, {name: split.labels for name, split in images.evaluated.items()}
-    counts = {f"{name} images": len(labels) for name, labels in {"training": train, **evaluated}.items()}
-    source_and_type = [images.source, type(images.train).__name__]
-    facts = {"data": source_and_type, "classes": images.classes, **counts}
+    train_labels = images.train.labels
+    evaluated_labels = {split_name: split.labels for split_name, split in images.evaluated.items()}
+    compared_facts: dict[str, Any] = {
+        "data": [images.source, type(images.train).__name__],
+        "classes": images.classes,
+    }
+    for split_name, labels in {"training": train_labels, **evaluated_labels}.items():
+        compared_facts[f"{split_name} images"] = len(labels)
     if not isinstance(images.train, ArraySplit):  # decoders may differ in the last bits of pixels
-        facts["the decoder of JPEGs"] = "torchcodec" if torchcodec_decoder() else "PIL"
-    agree(accelerator, facts)
-    splits = {"training" if images.val is not images.train else "": train, **evaluated}
-    accelerator.print(summary(recipe.data, splits, len(images.classes), left_out))
-    for warning in (*warnings(train, evaluated, images.classes), *images.flaws):
+        compared_facts["the decoder of JPEGs"] = "torchcodec" if torchcodec_decoder() else "PIL"
+    agree(accelerator, compared_facts)
+    train_name = "training" if images.val is not images.train else ""
+    split_labels = {train_name: train_labels, **evaluated_labels}
+    accelerator.print(data_summary(recipe.data, split_labels, len(images.classes), ignored_files))
+    for warning in (*label_warnings(train_labels, evaluated_labels, images.classes), *images.flaws):
         accelerator.print(f"warning: {warning}")
     now.enter(BUILDING_MODEL)
     return images
@@ -145,76 +153,83 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
     """
     recipe = recipe or ImageRecipe()
     try:
-        meta = read_json(folder / "meta.json")
-        parts, is_array = _split_parts(folder), meta["kind"] == "array"
+        cache_metadata = read_json(folder / "meta.json")
+        split_parts, storage_format = _load_split_parts(folder), cache_metadata["kind"]
+        array_parts = split_parts if storage_format == "array" else []
         # Mode "c" (copy-on-write) shares memory pages between processes and avoids torch's warning about
         # read-only arrays.
-        pixels = [np.load(folder / f"{part.split}_images.npy", mmap_mode="c") for part in parts if is_array]
+        image_arrays = [np.load(folder / f"{part.split}_images.npy", mmap_mode="c") for part in array_parts]
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         raise ValueError(
-            f"the prepared data in {folder} is damaged ({error}). Remove this folder, and run the same"
-            " command again to prepare the data again"
+            f"the prepared data in {folder} is damaged ({error})."
+            " Remove this folder, and run the same command again to prepare the data again"
         ) from error
     splits: Sequence[Split]
-    if is_array:
-        splits = [ArraySplit(images, part) for images, part in zip(pixels, parts, strict=True)]
-    elif meta["kind"] == "files":
-        splits = [FileSplit(folder, part, recipe.on_bad_image == "skip") for part in parts]
+    if storage_format == "array":
+        splits = [ArraySplit(pixels, part) for pixels, part in zip(image_arrays, array_parts, strict=True)]
+    elif storage_format == "files":
+        splits = [FileSplit(folder, part, recipe.on_bad_image == "skip") for part in split_parts]
     else:
-        splits = _open_shards(folder, meta["shards"], parts, recipe)
-    for split, part in zip(splits, parts, strict=True):
-        split.part = part
-        split.mirror = meta["mirror"]  # False if mirroring may change an image's class, as for digits
+        splits = _open_shards(folder, cache_metadata["shards"], split_parts, recipe)
+    for split, split_part in zip(splits, split_parts, strict=True):
+        split.part = split_part
+        split.mirror = cache_metadata["mirror"]  # False if mirroring may change an image's class (digits)
+    train_split, *evaluated_splits = splits
     return Images(
-        source=meta["source"],
-        classes=tuple(map(printable, meta["classes"])),  # folder names may contain arbitrary bytes
-        train=splits[0],
-        val=splits[1] if len(splits) > 1 else splits[0],
-        val_name=meta["val_name"] or "train",
-        test=splits[2] if len(splits) > 2 else None,
+        source=cache_metadata["source"],
+        classes=tuple(map(printable, cache_metadata["classes"])),  # folder names may contain arbitrary bytes
+        train=train_split,
+        val=evaluated_splits[0] if evaluated_splits else train_split,
+        val_name=cache_metadata["val_name"] or "train",
+        test=evaluated_splits[1] if len(evaluated_splits) > 1 else None,
         # A digits cache from an older version contains neither test_name nor flaws.
-        test_name=meta.get("test_name") or "",
-        flaws=tuple(meta.get("flaws", ())),
+        test_name=cache_metadata.get("test_name") or "",
+        flaws=tuple(cache_metadata.get("flaws", ())),
     )
 
 
-def _split_parts(folder: Path) -> list[SplitPart]:
+def _load_split_parts(folder: Path) -> list[SplitPart]:
     """Return the training part, the evaluation part and, with --holdout, the data's evaluation split."""
-    stored = [
+    stored_splits = [
         SplitPart(split, np.load(folder / f"{split}_labels.npy"), folder=folder)
         for split in ALL_SPLITS
         if (folder / f"{split}_labels.npy").exists()
     ]
     if not part_file(folder, "train").exists():
-        return stored
-    files = [part_file(folder, part) for part in SPLITS]
-    return [SplitPart("train", stored[0].labels[np.load(file)], file, folder) for file in files] + stored[1:]
+        return stored_splits
+    train_split, *other_splits = stored_splits
+    part_files = [part_file(folder, part) for part in SPLITS]
+    train_parts = [SplitPart("train", train_split.labels[np.load(ids)], ids, folder) for ids in part_files]
+    return [*train_parts, *other_splits]
 
 
 def _open_shards(
-    folder: Path, location: str, parts: list[SplitPart], recipe: ImageRecipe
+    folder: Path, shard_location: str, split_parts: list[SplitPart], recipe: ImageRecipe
 ) -> list[ShardSplit]:
     """Open all splits of a sharded data set.
 
     Args:
         folder: Cache folder of the data set.
-        location: Folder that contains the manifest, or s3://bucket/prefix.
-        parts: Split parts of the data set, from `_split_parts`.
+        shard_location: Folder that contains the manifest, or s3://bucket/prefix.
+        split_parts: Split parts of the data set, from `_load_split_parts`.
         recipe: Recipe that contains the shard flags.
     """
     from onecurve.data.shard_cache import ShardCache
     from onecurve.data.shards import MANIFEST, parse_manifest
 
-    manifest = parse_manifest((folder / MANIFEST).read_bytes(), str(folder / MANIFEST))
-    cache, store = None, manifest.store or location
-    if store.startswith("s3://"):
+    manifest_file = folder / MANIFEST
+    manifest = parse_manifest(manifest_file.read_bytes(), str(manifest_file))
+    shard_cache, shard_store = None, manifest.store or shard_location
+    if shard_store.startswith("s3://"):
         shards = tuple(shard for split in manifest.splits for shard in manifest.shards_in(split))
-        cache = ShardCache(folder / "shards", store, shards, int(recipe.cache_gib * 2**30))
+        shard_cache = ShardCache(folder / "shards", shard_store, shards, int(recipe.cache_gib * 2**30))
 
-    evaluated = [ShardSplit(folder, manifest, location, part, recipe, cache) for part in parts[1:] or parts]
-    if len(parts) == 1:
-        return evaluated
-    return [ShardSplit(folder, manifest, location, parts[0], recipe, cache, evaluated[0]), *evaluated]
+    open_split = partial(ShardSplit, folder, manifest, shard_location)
+    train_part, *evaluated_parts = split_parts
+    if not evaluated_parts:
+        return [open_split(train_part, recipe, shard_cache)]
+    evaluated_splits = [open_split(part, recipe, shard_cache) for part in evaluated_parts]
+    return [open_split(train_part, recipe, shard_cache, evaluated_splits[0]), *evaluated_splits]
 
 
 # Summary and warnings at startup
@@ -222,34 +237,39 @@ def _open_shards(
 SplitLabels = Mapping[str, np.ndarray]  # labels of each split, int64 [N], by split name
 
 
-def summary(name: str, splits: SplitLabels, classes: int, left_out: str) -> str:
+def data_summary(data_name: str, split_labels: SplitLabels, class_count: int, ignored_files: str) -> str:
     """Return a one-line summary of a data set.
 
     Args:
-        name: Name of the data set.
-        splits: Labels of each split, by split name. For data without splits, the name is "".
-        classes: Number of classes.
-        left_out: Description of the ignored files, including the reasons.
+        data_name: Name of the data set.
+        split_labels: Labels of each split, by split name. For data without splits, the name is "".
+        class_count: Number of classes.
+        ignored_files: Description of the ignored files, including the reasons.
     """
-    phrases = [f"{len(labels):,} {split} images".replace("  ", " ") for split, labels in splits.items()]
-    phrases.append(f"{classes:,} {'class' if classes == 1 else 'classes'}")
-    return f"data {printable(name)}: {', '.join(phrases)}" + (f"; left out: {left_out}" if left_out else "")
+    counts = [f"{len(labels):,} {split} images".replace("  ", " ") for split, labels in split_labels.items()]
+    counts.append(f"{class_count:,} {'class' if class_count == 1 else 'classes'}")
+    ignored_note = f"; left out: {ignored_files}" if ignored_files else ""
+    return f"data {printable(data_name)}: {', '.join(counts)}{ignored_note}"
 
 
-def warnings(train: np.ndarray, evaluated: SplitLabels, classes: Sequence[str]) -> list[str]:
+def label_warnings(
+    train_labels: np.ndarray, evaluated_labels: SplitLabels, class_names: Sequence[str]
+) -> list[str]:
     """Return a warning for each label property that makes the accuracy misleading."""
     messages = []
-    counts = np.bincount(train, minlength=len(classes))
-    smallest, largest = int(counts.argmin()), int(counts.argmax())
-    if counts[largest] >= IMBALANCE_RATIO * counts[smallest]:
+    class_counts = np.bincount(train_labels, minlength=len(class_names))
+    smallest_class, largest_class = int(class_counts.argmin()), int(class_counts.argmax())
+    if class_counts[largest_class] >= IMBALANCE_RATIO * class_counts[smallest_class]:
+        smallest_name, largest_name = class_names[smallest_class], class_names[largest_class]
         messages.append(
-            f"the classes are imbalanced: the training split contains {counts[smallest]:,} images of"
-            f" {printable(classes[smallest])}, but {counts[largest]:,} images of"
-            f" {printable(classes[largest])}. Check the recall of each class. To weight classes equally, use"
-            " --class_weights balanced and --best_by macro_f1"
+            "the classes are imbalanced: the training split contains"
+            f" {class_counts[smallest_class]:,} images of {printable(smallest_name)},"
+            f" but {class_counts[largest_class]:,} images of {printable(largest_name)}."
+            " Check the recall of each class."
+            " To weight classes equally, use --class_weights balanced and --best_by macro_f1"
         )
-    for split, labels in evaluated.items():
-        counts = np.bincount(labels, minlength=len(classes))
-        if absent := [name for name, count in zip(classes, counts, strict=True) if count == 0]:
-            messages.append(f"the {split} split contains no images of {some_of(absent)}")
+    for split_name, labels in evaluated_labels.items():
+        class_counts = np.bincount(labels, minlength=len(class_names))
+        if absent_classes := [class_names[label] for label in np.flatnonzero(class_counts == 0).tolist()]:
+            messages.append(f"the {split_name} split contains no images of {some_of(absent_classes)}")
     return messages

@@ -1,6 +1,7 @@
 """Readers for lists of image files and labels in CSV, TSV and JSON Lines files, such as metadata.jsonl."""
 
 import csv
+import itertools
 import json
 import os
 import re
@@ -10,21 +11,21 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from onecurve.data.class_folders import VAL_NAMES, folder_names
-from onecurve.data.decode import EXTENSIONS
+from onecurve.data.decode import IMAGE_EXTENSIONS
 from onecurve.data.tables import MULTI_LABEL, Columns, chosen_column
 from onecurve.system.text import printable
 
-FILE_COLUMNS = ("file", "filename", "file_name", "path", "filepath", "image")
-LABEL_COLUMNS = ("label", "labels", "class", "category", "target")
+FILE_COLUMNS = ("file", "filename", "file_name", "path", "filepath", "image")  # default column names
+LABEL_COLUMNS = ("label", "labels", "class", "category", "target")  # default column names
 CSV_DELIMITERS = ",;\t"
 
 
 class ListedImage(NamedTuple):
     """Row of an image list."""
 
-    where: str  # row's position as shown in messages
-    split: str
-    label: str
+    position: str  # list file and line number, as shown in messages
+    split: str  # split name in lower case
+    label: str  # class name
     file: str  # absolute path, or path relative to the list's folder
 
 
@@ -53,13 +54,16 @@ def read_list(path: Path, columns: Columns, split: str = "train") -> list[Listed
         return []
     if not rows:
         raise ValueError(f"--data {path} lists no images")
-    prefix, suffix = _prefix_and_suffix(path.parent, rows[0].file)
-    rows = [row._replace(file=_stored_path(path.parent, f"{prefix}{row.file}{suffix}")) for row in rows]
-    if missing := [row for row in rows if not (path.parent / row.file).is_file()]:
+    list_folder = path.parent
+    prefix, extension = _find_prefix_and_extension(list_folder, rows[0].file)
+    rows = [row._replace(file=_stored_path(list_folder, f"{prefix}{row.file}{extension}")) for row in rows]
+    if missing_rows := [row for row in rows if not (list_folder / row.file).is_file()]:
+        first_missing = missing_rows[0]
         raise ValueError(
-            f"{missing[0].where}: {path.parent / missing[0].file} does not exist (rows with missing files:"
-            f" {len(missing):,}). Paths in the list are relative to the list's folder. To add a folder and an"
-            " extension to each path, use --image_column 'train/{id}.jpg'"
+            f"{first_missing.position}: {list_folder / first_missing.file} does not exist"
+            f" (rows with missing files: {len(missing_rows):,})."
+            " Paths in the list are relative to the list's folder."
+            " To add a folder and an extension to each path, use --image_column 'train/{id}.jpg'"
         )
     _refuse_files_with_several_labels(rows)
     return rows
@@ -67,99 +71,104 @@ def read_list(path: Path, columns: Columns, split: str = "train") -> list[Listed
 
 def _refuse_files_with_several_labels(rows: list[ListedImage]) -> None:
     """Raise ValueError if two rows assign different labels to the same file."""
-    first_rows: dict[str, ListedImage] = {}
+    first_row_by_file: dict[str, ListedImage] = {}
     for row in rows:
-        earlier = first_rows.setdefault(os.path.normpath(row.file), row)
-        if earlier.label != row.label:
+        first_row = first_row_by_file.setdefault(os.path.normpath(row.file), row)
+        if first_row.label != row.label:
+            _, _, first_line = first_row.position.rpartition(",")
             raise ValueError(
-                f"{row.where}: {printable(row.file)} has the label {printable(row.label)}, but"
-                f"{earlier.where.rpartition(',')[2]} specifies {printable(earlier.label)}. {MULTI_LABEL}"
+                f"{row.position}: {printable(row.file)} has the label {printable(row.label)},"
+                f" but{first_line} specifies {printable(first_row.label)}. {MULTI_LABEL}"
             )
 
 
-def _parse_rows(path: Path, columns: Columns, split: str) -> Iterator[ListedImage]:
-    placeholder = re.fullmatch(r"(.*)\{(.+)\}(.*)", columns.image or "")
-    prefix, column, suffix = placeholder.groups() if placeholder else ("", columns.image or "", "")
-    first_line = f"--data {path}: the first line"
-    with open(path, newline="", encoding="utf-8-sig") as file:
+def _parse_rows(path: Path, columns: Columns, default_split: str) -> Iterator[ListedImage]:
+    path_prefix, chosen_image, path_suffix = "", columns.image or "", ""
+    if path_pattern := re.fullmatch(r"(.*)\{(.+)\}(.*)", chosen_image):
+        path_prefix, chosen_image, path_suffix = path_pattern.groups()
+    chosen_label = (columns.label or "").lower()
+    header_position = f"--data {path}: the first line"
+    with open(path, newline="", encoding="utf-8-sig") as list_file:
         is_json = path.suffix.lower() == ".jsonl"
-        names, lines = _json_lines(path, file) if is_json else _csv_lines(file)
-        if split == "test" and {*names}.isdisjoint((*LABEL_COLUMNS, (columns.label or "").lower())):
+        column_names, numbered_rows = _read_json_lines(path, list_file) if is_json else _read_csv(list_file)
+        if default_split == "test" and {*column_names}.isdisjoint((*LABEL_COLUMNS, chosen_label)):
             return
-        image_column = chosen_column(names, "image", column.lower(), FILE_COLUMNS, [], first_line)
-        chosen_label = (columns.label or "").lower()
-        label_column = chosen_column(names, "label", chosen_label, LABEL_COLUMNS, [], first_line)
-        for line_number, row in lines:
-            where = f"--data {path}, line {line_number}"
-            image, label = row.get(image_column), row.get(label_column)
-            if not image or not label:
-                raise ValueError(
-                    f"{where} contains no value for column {label_column if image else image_column}"
-                )
+        image_column = chosen_column(
+            column_names, "image", chosen_image.lower(), FILE_COLUMNS, [], header_position
+        )
+        label_column = chosen_column(column_names, "label", chosen_label, LABEL_COLUMNS, [], header_position)
+        for line_number, row in numbered_rows:
+            position = f"--data {path}, line {line_number}"
+            image_path, label = row.get(image_column), row.get(label_column)
+            if not image_path or not label:
+                empty_column = label_column if image_path else image_column
+                raise ValueError(f"{position} contains no value for column {empty_column}")
             if is_json and label.startswith("["):
-                raise ValueError(f"{where}: the value of column {label_column} is a list. {MULTI_LABEL}")
-            row_split = (row.get("split", split) or "").strip().lower()
-            if row_split not in ("train", *VAL_NAMES):
+                raise ValueError(f"{position}: the value of column {label_column} is a list. {MULTI_LABEL}")
+            split = (row.get("split", default_split) or "").strip().lower()
+            if split not in ("train", *VAL_NAMES):
                 raise ValueError(
-                    f"{where}: the split is {printable(row_split) or 'empty'}. Valid splits are train,"
-                    f" {', '.join(VAL_NAMES)}"
+                    f"{position}: the split is {printable(split) or 'empty'}."
+                    f" Valid splits are train, {', '.join(VAL_NAMES)}"
                 )
-            yield ListedImage(where, row_split, label.strip(), f"{prefix}{image.strip()}{suffix}")
+            completed_path = f"{path_prefix}{image_path.strip()}{path_suffix}"
+            yield ListedImage(position, split, label.strip(), completed_path)
 
 
-# Pairs of a line number and a mapping from column names to values
-NumberedRows = Iterator[tuple[int, dict[str, str]]]
+NumberedRows = Iterator[tuple[int, dict[str, str]]]  # line number, and values by column name
 
 
-def _csv_lines(file: TextIO) -> tuple[list[str], NumberedRows]:
-    header = file.readline()
-    file.seek(0)
-    reader = csv.DictReader(file, delimiter=max(CSV_DELIMITERS, key=header.count))
+def _read_csv(list_file: TextIO) -> tuple[list[str], NumberedRows]:
+    """Return the column names and rows of a CSV or TSV file."""
+    header = list_file.readline()
+    list_file.seek(0)
+    reader = csv.DictReader(list_file, delimiter=max(CSV_DELIMITERS, key=header.count))
     reader.fieldnames = [name.strip().lower() for name in reader.fieldnames or []]
     return list(reader.fieldnames), ((reader.line_num, row) for row in reader)
 
 
-def _json_lines(path: Path, file: TextIO) -> tuple[list[str], NumberedRows]:
-    """Parse a JSON Lines file into column names and rows. Values other than strings become JSON text."""
-    rows = []
-    for line_number, line in enumerate(file, 1):
-        if not line.strip():
+def _read_json_lines(path: Path, list_file: TextIO) -> tuple[list[str], NumberedRows]:
+    """Return the column names and rows of a JSON Lines file. Values other than strings become JSON text."""
+    numbered_rows = []
+    for line_number, json_line in enumerate(list_file, 1):
+        if not json_line.strip():
             continue
         try:
-            row = {name.lower(): value for name, value in json.loads(line).items() if value is not None}
-            texts = {
-                name: value if isinstance(value, str) else json.dumps(value) for name, value in row.items()
-            }
+            row = {}
+            for column_name, value in json.loads(json_line).items():
+                if value is not None:
+                    row[column_name.lower()] = value if isinstance(value, str) else json.dumps(value)
         except (ValueError, AttributeError):
             raise ValueError(f"--data {path}, line {line_number} is not a JSON object") from None
-        rows.append((line_number, texts))
-    return list(dict.fromkeys(name for _, texts in rows for name in texts)), iter(rows)
+        numbered_rows.append((line_number, row))
+    column_names = dict.fromkeys(column_name for _, row in numbered_rows for column_name in row)
+    return list(column_names), iter(numbered_rows)
 
 
-def _prefix_and_suffix(root: Path, file: str) -> tuple[str, str]:
+def _find_prefix_and_extension(list_folder: Path, listed_path: str) -> tuple[str, str]:
     """Return the folder prefix and the extension that turn a listed path into the path of an existing file.
 
     Both strings are empty if the path exists as written, or if zero or several of the completed paths exist.
-    `root` is the list's folder.
     """
-    if (root / _stored_path(root, file)).is_file():
+
+    def exists(image_path: str) -> bool:
+        return (list_folder / _stored_path(list_folder, image_path)).is_file()
+
+    if exists(listed_path):
         return "", ""
-    prefixes = ["", *(f"{name}/" for name in folder_names(root))]
-    matches = [
-        (prefix, suffix)
-        for prefix in prefixes
-        for suffix in ("", *EXTENSIONS)
-        if (root / _stored_path(root, f"{prefix}{file}{suffix}")).is_file()
-    ]
+    prefixes = ["", *(f"{folder_name}/" for folder_name in folder_names(list_folder))]
+    candidates = itertools.product(prefixes, ("", *IMAGE_EXTENSIONS))
+    matches = [(prefix, ending) for prefix, ending in candidates if exists(f"{prefix}{listed_path}{ending}")]
     return matches[0] if len(matches) == 1 else ("", "")
 
 
-def _stored_path(root: Path, file: str) -> str:
+def _stored_path(list_folder: Path, listed_path: str) -> str:
     """Return the spelling of a path that exists on disk, or the unchanged path if no such file exists.
 
     Spellings differ because Windows paths contain backslashes and macOS may store accents separately from
     letters.
     """
-    slashes = file.replace("\\", "/")
-    spellings = (file, *(unicodedata.normalize(form, slashes) for form in ("NFC", "NFD")))
-    return next((path for path in spellings if (root / path).is_file()), file)
+    with_slashes = listed_path.replace("\\", "/")
+    normalised_paths = (unicodedata.normalize(form, with_slashes) for form in ("NFC", "NFD"))
+    spellings = (listed_path, *normalised_paths)
+    return next((path for path in spellings if (list_folder / path).is_file()), listed_path)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onecurve.data import class_folders
-from onecurve.data.class_folders import VAL_NAMES, IgnoredFiles, check_known, used_splits
+from onecurve.data.class_folders import VAL_NAMES, IgnoredFiles, refuse_unknown_classes, used_splits
 from onecurve.data.encoded import SPLITS, save_images, save_labels
 from onecurve.data.names import save_names
 from onecurve.data.tables import (
@@ -166,7 +166,7 @@ def _find_files(data: str, columns: Columns) -> Source:
     # Symbolic links are not resolved, so that the data has the same name on hosts where links point to
     # different paths.
     root = Path(os.path.abspath(os.path.expanduser(data)))
-    if root.is_file() and root.suffix.lower() in class_folders.TABLES:
+    if root.is_file() and root.suffix.lower() in class_folders.TABLE_EXTENSIONS:
         return _lone_table_source(root, columns)
     if not root.is_dir():
         problem = "is not a folder, list or parquet file" if root.exists() else "does not exist"
@@ -183,7 +183,7 @@ def _find_files(data: str, columns: Columns) -> Source:
         return _table_files_source(root, files, "{file}" if is_flat else "{folder}/{file}", columns)
     if lists := class_folders.metadata_files(root):
         return _find_metadata(root, lists, columns)
-    if table := class_folders.lone_table(root):
+    if table := class_folders.find_lone_table(root):
         return _lone_table_source(table, columns)
     return find_class_folders(root)
 
@@ -283,7 +283,7 @@ def _shard_source(manifest: "ShardManifest", location: str, read: Callable[[str]
 
 
 def _lone_table_source(file: Path, columns: Columns) -> Source:
-    if file.suffix.lower() in class_folders.LISTS:
+    if file.suffix.lower() in class_folders.LIST_EXTENSIONS:
         from onecurve.data.lists import read_list
 
         return _list_source(file.stem, file.parent, file, read_list(file, columns))
@@ -419,7 +419,7 @@ def _list_source(name: str, root: Path, data: Path, rows: "list[ListedImage]") -
     }
     train = {label for label, _ in splits["train"]}
     for key, split in used.items():
-        check_known(f"--data {data}", split, {label for label, _ in splits[key]}, train)
+        refuse_unknown_classes(f"--data {data}", split, {label for label, _ in splits[key]}, train)
     ignored = ", ".join(_left_out({split: split for split in ("train", *VAL_NAMES) if split in listed}, used))
     classes = sorted(train, key=int if all(map(str.isdecimal, train)) else str)
     source = _file_source(name, root, classes, splits, used, ignored)

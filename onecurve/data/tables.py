@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from onecurve.data.class_folders import VAL_NAMES, check_known, folder_names, split_folders
+from onecurve.data.class_folders import VAL_NAMES, folder_names, refuse_unknown_classes, split_folders
 from onecurve.data.encoded import save_images, save_labels
 from onecurve.data.names import save_names_of
 from onecurve.system.env import hub_problem
@@ -262,7 +262,7 @@ def read_labels(
                 f"label {column.values[column.codes[row]]} in row {row} of the {split} split ({where}) is out"
                 f" of range for {len(split_classes)} classes (rows with such labels: {is_unknown.sum():,})"
             )
-        check_known(
+        refuse_unknown_classes(
             where, f"the {split} split", {str(name_of[value]) for value in column.values}, map(str, train)
         )
         # A class name may occur twice, so labels are not looked up by name if the splits' class names are

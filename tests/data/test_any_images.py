@@ -18,8 +18,8 @@ from PIL import Image, ImageOps
 from onecurve.data import cache
 from onecurve.data.cache import PreparedData, prepare_cache, prepare_data
 from onecurve.data.class_folders import IgnoredFiles, folders_beside_splits, list_splits
-from onecurve.data.decode import EXTENSIONS, FORMATS, decode_image
-from onecurve.data.images import load, open_images, summary, warnings
+from onecurve.data.decode import EXTENSIONS_BY_FORMAT, IMAGE_EXTENSIONS, decode_image
+from onecurve.data.images import data_summary, label_warnings, load, open_images
 from onecurve.data.splits import FileSplit
 from onecurve.data.tables import parquet_files
 from onecurve.flags.recipe import ImageRecipe
@@ -109,12 +109,14 @@ def test_extensions_are_matched_in_any_case(tmp_path):
     """Check that all listed extensions are accepted and that images are in the order of their file names."""
     pillow_heif.register_heif_opener()
     root = class_folders(tmp_path / "pets", train=2, val=2)
-    formats = [(format, extension) for format, extensions in FORMATS.items() for extension in extensions]
+    formats = [
+        (format, extension) for format, extensions in EXTENSIONS_BY_FORMAT.items() for extension in extensions
+    ]
     for split, (format, extension) in product(("train", "val"), formats):
         for name in (f"1{extension}", f"2{extension.upper()}"):
             (root / split / "a" / name).write_bytes(encode(picture(), format))
     images = opened(root, tmp_path / "cache")
-    assert len(images.train) == 2 * len(EXTENSIONS) + 2 == 36
+    assert len(images.train) == 2 * len(IMAGE_EXTENSIONS) + 2 == 36
     names = sorted(path.name for path in (root / "train" / "a").iterdir())
     for k, name in enumerate(names):
         assert (images.train.images[k] == decode_image((root / "train" / "a" / name).read_bytes())).all(), (
@@ -282,21 +284,21 @@ def test_sixteen_bits_are_scaled_by_257(format):
 
 def test_the_summary_line():
     train, val = np.array([0] * 3 + [1] * 4), np.array([1, 0])
-    line = summary("pe\x1bts", {"training": train, "holdout": val[:1], "test": val}, 2, "")
+    line = data_summary("pe\x1bts", {"training": train, "holdout": val[:1], "test": val}, 2, "")
     assert line == "data pe\\x1bts: 7 training images, 1 holdout images, 2 test images, 2 classes"
-    assert summary("x", {"": val}, 1, "2 .txt") == "data x: 2 images, 1 class; left out: 2 .txt"
+    assert data_summary("x", {"": val}, 1, "2 .txt") == "data x: 2 images, 1 class; left out: 2 .txt"
 
 
 def test_imbalance_and_missing_classes_are_reported():
     classes = ("cat", "dog", "ox")
     train, val = np.repeat([0, 1, 2], [2, 20, 5]), np.array([0, 1])
-    assert warnings(train, {"val": val}, classes) == [
+    assert label_warnings(train, {"val": val}, classes) == [
         "the classes are imbalanced: the training split contains 2 images of cat, but 20 images of dog. Check"
         " the recall of each class. To weight classes equally, use --class_weights balanced and --best_by"
         " macro_f1",
         "the val split contains no images of ox",
     ]
-    assert warnings(np.repeat([0, 1], [2, 19]), {"val": val}, classes[:2]) == []
+    assert label_warnings(np.repeat([0, 1], [2, 19]), {"val": val}, classes[:2]) == []
 
 
 def write_form(root: Path, form: str, classes: dict[str, str]) -> None:
@@ -325,7 +327,9 @@ def test_an_evaluated_split_may_lack_a_class_but_not_add_one(form, tmp_path):
     assert images.classes == ("a", "b", "c")
     assert (sorted(images.train.labels), labels["test"]) == ([0, 1, 2], [1, 1])
     assert labels["val"] == ([0, 2] if form == "folders" else [2, 0])
-    assert "the val split contains no images of b" in warnings(images.train.labels, labels, images.classes)
+    assert "the val split contains no images of b" in label_warnings(
+        images.train.labels, labels, images.classes
+    )
     for split in ("val", "test"):
         root = tmp_path / f"new in {split}"
         write_form(root, form, {"train": "ab", "val": "ab", "test": "ab"} | {split: "ax"})

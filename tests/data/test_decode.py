@@ -13,8 +13,8 @@ from timm.data import create_transform
 from onecurve.data.cache import prepare_data
 from onecurve.data.crops import _resize_by_torch, evaluation_crop, random_box, random_resized_crop
 from onecurve.data.decode import (
-    checks_jpegs,
     decode_image,
+    detect_simplejpeg,
     find_damage,
     jpeg_frame,
     open_image,
@@ -254,9 +254,9 @@ def test_without_torchcodec_pil_decodes_and_reports_it_once(photographs, monkeyp
 
 def test_without_simplejpeg_images_are_decoded_and_a_warning_appears_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "simplejpeg", None)
-    checks_jpegs.cache_clear()
+    detect_simplejpeg.cache_clear()
     prepare_data(str(pictures(tmp_path / "data", 9)), tmp_path / "cache")
     assert capsys.readouterr().err.count("simplejpeg is not installed") == 1
     assert find_damage(b"no image")
     monkeypatch.undo()
-    checks_jpegs.cache_clear()
+    detect_simplejpeg.cache_clear()

@@ -48,7 +48,9 @@ PNG = png()
 def in_cache(folder: Path) -> list[Path]:
     """Return the cached files except for the lock and the list of broken images."""
     return [
-        path for path in folder.iterdir() if path.name not in (image_cache.LOCK_FILE, image_cache.BROKEN_FILE)
+        path
+        for path in folder.iterdir()
+        if path.name not in (image_cache.LOCK_FILE, image_cache.BROKEN_IMAGES_FILE)
     ]
 
 
@@ -273,7 +275,7 @@ def test_the_cache_key_is_the_content(tmp_path):
 
 def test_large_data_is_keyed_on_names_sizes_samples_and_times(tmp_path, monkeypatch):
     monkeypatch.setattr(image_cache, "HASH_LIMIT_BYTES", 0)
-    monkeypatch.setattr(image_cache, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(image_cache, "HASHED_BLOCK_BYTES", 64)
     root, cache = class_folders(tmp_path / "data"), tmp_path / "cache"
     first = prepare_data(str(root), cache)
     assert prepare_data(str(root), cache) == first
@@ -287,7 +289,7 @@ def test_large_data_is_keyed_on_names_sizes_samples_and_times(tmp_path, monkeypa
     # Decoders ignore padding at the end of a file.
     path.write_bytes(encode(Image.new("RGB", (32, 32), "red"), "PNG").ljust(size))
     os.utime(path, (1, 1))
-    assert path.stat().st_size == size > 3 * image_cache.BLOCK_BYTES
+    assert path.stat().st_size == size > 3 * image_cache.HASHED_BLOCK_BYTES
     assert opened(root, cache).source != open_images(first).source
 
 
@@ -337,7 +339,7 @@ def test_a_folder_that_another_host_prepared_meanwhile_is_kept(tmp_path):
     folder = prepare_data(str(root), cache)
     before = folder.stat().st_ino
     source = find_source(ImageRecipe(data=str(root)), lambda: None, False)
-    image_cache._write_folder(folder, source, "the same", lambda: None)
+    image_cache._write_data_folder(folder, source, "the same", lambda: None)
     assert (in_cache(cache), folder.stat().st_ino) == ([folder], before)
 
 

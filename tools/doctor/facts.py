@@ -291,11 +291,13 @@ def _visible_files(root: Path) -> Iterator[Path]:
 
     Follow all links except links to a folder that contains the link.
     """
-    from onecurve.data.class_folders import is_hidden, links_above
+    from onecurve.data.class_folders import is_hidden, is_link_to_parent
 
     for folder, folders, names in os.walk(root, followlinks=True):
         yield from (Path(folder) / name for name in names if not is_hidden(name))
-        folders[:] = [name for name in folders if not is_hidden(name) and not links_above(Path(folder, name))]
+        folders[:] = [
+            name for name in folders if not is_hidden(name) and not is_link_to_parent(Path(folder, name))
+        ]
 
 
 def _resolve_name(name: str) -> str | None:

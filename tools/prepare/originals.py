@@ -16,15 +16,15 @@ from onecurve.data.class_folders import (
     DANGLING_LINKS,
     OUTSIDE_CLASSES,
     IgnoredFiles,
-    check_known,
-    drop_empty,
+    drop_empty_classes,
     is_hidden,
     is_image,
     list_classes,
     list_images,
+    refuse_unknown_classes,
     used_splits,
 )
-from onecurve.data.decode import EXTENSIONS
+from onecurve.data.decode import IMAGE_EXTENSIONS
 from onecurve.data.encoded import SPLITS
 from onecurve.data.tables import DEFAULT_COLUMNS, Table, parquet_files, read_images, read_labels
 from tools.prepare.archives import Member, Stream, members, open_stream
@@ -123,12 +123,12 @@ def list_folders(root: Path, left_out: IgnoredFiles | None = None) -> dict[str, 
     if len(classes) < 2 and (file := _find_class_list(root)):
         classes = _group_by_list(root, list_images(root, IgnoredFiles()), file)
         del left_out.counts[OUTSIDE_CLASSES]
-    classes = drop_empty("", classes, left_out)
+    classes = drop_empty_classes("", classes, left_out)
     if not classes:
         if OUTSIDE_CLASSES in left_out.first:
             remedy = f"Put {KAGGLE_LIST}, which lists the classes of the images, next to the folder."
             raise ValueError(f"{root} contains images outside class folders. {remedy}")
-        raise ValueError(f"{root} contains no images ({' '.join(EXTENSIONS)})")
+        raise ValueError(f"{root} contains no images ({' '.join(IMAGE_EXTENSIONS)})")
     return classes
 
 
@@ -185,7 +185,7 @@ def labeled_files(groups: Iterable[ImageGroup], label: LabelFunction) -> Iterato
             names[key] = name
             yield LabeledFile(number, where, name, key, class_number, file)
         if not names:  # the tar or folder contains no images
-            raise ValueError(f"{where} contains no images ({' '.join(EXTENSIONS)})")
+            raise ValueError(f"{where} contains no images ({' '.join(IMAGE_EXTENSIONS)})")
 
 
 def batches(groups: Iterable[ImageGroup], label: LabelFunction) -> Iterator[ImageBatch]:
@@ -239,7 +239,7 @@ class Originals:
                 with open_stream(where) as stream:
                     self.bytes[part], self.versions[part] = stream.size, stream.version
         if len(listed) == 2:
-            check_known(self.parts["val"], "val", listed["val"], listed["train"])
+            refuse_unknown_classes(self.parts["val"], "val", listed["val"], listed["train"])
 
     def read_classes(self) -> None:
         """Read the class names from the names of class tars or class folders."""

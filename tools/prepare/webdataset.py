@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from onecurve.data.decode import EXTENSIONS
+from onecurve.data.decode import IMAGE_EXTENSIONS
 from onecurve.data.encoded import SPLITS
 from onecurve.system.files import parse_json
 from onecurve.system.s3 import ObjectStore
@@ -26,7 +26,7 @@ from tools.prepare.originals import Originals, digest
 KEYWORDS = {"train": ("train",), "val": ("val", "test")}  # words in the names of a split's shards or folders
 WILDCARD = re.compile(r"[*?[]")
 BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")  # braces in WebDataset patterns, such as train-{0000..1023}.tar
-IMAGE_FIELDS = tuple(extension.removeprefix(".") for extension in EXTENSIONS)
+IMAGE_FIELDS = tuple(extension.removeprefix(".") for extension in IMAGE_EXTENSIONS)
 CLASS_FIELDS, JSON_CLASS_KEYS = ("cls", "json"), ("label", "cls")
 LARGEST_FIELD_BYTES = 2**20
 LARGEST_CLASS = 2**20
