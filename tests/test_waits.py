@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import DistributedType
 
 from onecurve.data.images import Images
-from onecurve.data.splits import SENT_AHEAD, ArraySplit, SplitPart
+from onecurve.data.splits import BATCHES_SENT_AHEAD, ArraySplit, SplitPart
 from onecurve.models.script import load_script, recipe_class
 from onecurve.numerics import augment
 from onecurve.numerics.augment import DRAWS, RAND_AUGMENT
@@ -100,11 +100,11 @@ def test_arrays_cross_to_the_device_in_one_copy(monkeypatch):
         assert waits_seen.copies == 1
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (2**40, 2**40))
         split = ArraySplit(np.zeros((64, 32, 32, 3), np.uint8), SplitPart("train", np.arange(64) % 10))
-        plan = [(epoch, np.arange(16)) for epoch in (0, 1) for _ in range(SENT_AHEAD + 1)]
+        plan = [(epoch, np.arange(16)) for epoch in (0, 1) for _ in range(BATCHES_SENT_AHEAD + 1)]
         options = dict(device="cuda", size=32, seed=0, workers=0)
         copies = [waits_seen.copies for _ in split.batches(iter(plan), train=True, **options)]
     # The images are copied to the device before each group's labels and positions
-    assert copies == [3] * SENT_AHEAD + [4] + [5] * SENT_AHEAD + [6]
+    assert copies == [3] * BATCHES_SENT_AHEAD + [4] + [5] * BATCHES_SENT_AHEAD + [6]
     assert set(waits_seen.places) == {"splits.py:_copy_to_device"}
 
 
@@ -114,7 +114,9 @@ def test_a_step_uses_its_part_of_a_group(train):
     pixels = np.random.RandomState(0).randint(0, 256, (64, 8, 8, 3), np.uint8)
     split, draw = ArraySplit(pixels, SplitPart("train", np.arange(64) % 10)), np.random.RandomState(1)
     split.mirror = True
-    plan = [(epoch, draw.permutation(64)[: 16 - epoch]) for epoch in (0, 1) for _ in range(SENT_AHEAD + 2)]
+    plan = [
+        (epoch, draw.permutation(64)[: 16 - epoch]) for epoch in (0, 1) for _ in range(BATCHES_SENT_AHEAD + 2)
+    ]
     options = dict(device="cpu", train=train, size=8, seed=0, workers=0)
     alone = [next(split.batches(iter([item]), **options)) for item in plan]
     with Operators() as operators:
@@ -126,7 +128,9 @@ def test_a_step_uses_its_part_of_a_group(train):
         assert (batch.epoch, batch.ids is single_batch.ids) == (single_batch.epoch, True)
         assert torch.equal(batch.images, single_batch.images)
         assert torch.equal(batch.labels, single_batch.labels)
-    begin_groups = {first + index for first in (0, SENT_AHEAD + 2) for index in (0, SENT_AHEAD)}
+    begin_groups = {
+        first + index for first in (0, BATCHES_SENT_AHEAD + 2) for index in (0, BATCHES_SENT_AHEAD)
+    }
     steps = {tuple(names) for index, (_, names) in enumerate(grouped) if index not in begin_groups}
     # NumPy's `take`, which is not a torch operator, also runs.
     assert steps == {("empty", "add", "index_select") if train else ("empty",)}

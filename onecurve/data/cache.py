@@ -35,7 +35,7 @@ from onecurve.data.encoded import (
 )
 from onecurve.data.equal import DuplicateImages
 from onecurve.data.sources import Source, find_source
-from onecurve.data.splits import hold_out, part_file
+from onecurve.data.splits import hold_out, part_ids_path
 from onecurve.flags.recipe import ImageRecipe
 from onecurve.system.files import discard, read_json, retried, sha256_of, size_limit, sync, try_lock
 from onecurve.system.output import log
@@ -207,7 +207,7 @@ def _write_data_folder(data_folder: Path, source: Source, source_id: str, heartb
             encoded_splits = {split: CachedImages(temp_folder, split) for split in part_splits}
             searched_parts: list[EncodedImages] = list(encoded_splits.values())
             if source.holdout is not None:  # the training split consists of two parts
-                part_files = [part_file(temp_folder, part) for part in SPLITS]
+                part_files = [part_ids_path(temp_folder, part) for part in SPLITS]
                 searched_parts[:1] = [CachedImages(temp_folder, "train", file) for file in part_files]
                 part_splits[:1] = ["train", "train"]
             encoded_bytes = run_with_heartbeat(partial(_total_bytes, encoded_splits.values()), heartbeat)
@@ -376,7 +376,7 @@ def _common_shape(sampled_stats: Iterable[list[ImageStats]]) -> tuple[int, ...] 
 
 def _sample_shards(temp_folder: Path, shard_folder: str) -> list[list[ImageStats]]:
     """Sample images from shards in a local folder. For shards in S3, return an empty list."""
-    from onecurve.data.shards import MANIFEST, ShardImages, index_name, parse_manifest
+    from onecurve.data.shards import MANIFEST, ShardImages, index_file_name, parse_manifest
 
     manifest_file = temp_folder / MANIFEST
     manifest = parse_manifest(manifest_file.read_bytes(), str(manifest_file))
@@ -385,7 +385,7 @@ def _sample_shards(temp_folder: Path, shard_folder: str) -> list[list[ImageStats
     sharded_splits = []
     for split in manifest.splits:
         shard_paths = tuple(str(Path(shard_folder) / shard.file) for shard in manifest.shards_in(split))
-        sharded_splits.append(ShardImages(temp_folder / index_name(split), shard_paths))
+        sharded_splits.append(ShardImages(temp_folder / index_file_name(split), shard_paths))
     return sample_images(sharded_splits)
 
 

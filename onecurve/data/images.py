@@ -20,7 +20,7 @@ from torch import Tensor
 from onecurve.data.cache import prepare_cache
 from onecurve.data.decode import torchcodec_decoder
 from onecurve.data.encoded import ALL_SPLITS, SPLITS
-from onecurve.data.splits import ArraySplit, FileSplit, ShardSplit, Split, SplitPart, part_file
+from onecurve.data.splits import ArraySplit, FileSplit, ShardSplit, Split, SplitPart, part_ids_path
 from onecurve.distributed.agreement import agree, once
 from onecurve.flags.recipe import ImageRecipe
 from onecurve.system.files import read_json
@@ -195,10 +195,10 @@ def _load_split_parts(folder: Path) -> list[SplitPart]:
         for split in ALL_SPLITS
         if (folder / f"{split}_labels.npy").exists()
     ]
-    if not part_file(folder, "train").exists():
+    if not part_ids_path(folder, "train").exists():
         return stored_splits
     train_split, *other_splits = stored_splits
-    part_files = [part_file(folder, part) for part in SPLITS]
+    part_files = [part_ids_path(folder, part) for part in SPLITS]
     train_parts = [SplitPart("train", train_split.labels[np.load(ids)], ids, folder) for ids in part_files]
     return [*train_parts, *other_splits]
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, TextIO
 
 from onecurve.data.class_folders import VAL_NAMES, folder_names
 from onecurve.data.decode import IMAGE_EXTENSIONS
-from onecurve.data.tables import MULTI_LABEL, Columns, chosen_column
+from onecurve.data.tables import MULTI_LABEL, Columns, choose_column
 from onecurve.system.text import printable
 
 FILE_COLUMNS = ("file", "filename", "file_name", "path", "filepath", "image")  # default column names
@@ -93,10 +93,10 @@ def _parse_rows(path: Path, columns: Columns, default_split: str) -> Iterator[Li
         column_names, numbered_rows = _read_json_lines(path, list_file) if is_json else _read_csv(list_file)
         if default_split == "test" and {*column_names}.isdisjoint((*LABEL_COLUMNS, chosen_label)):
             return
-        image_column = chosen_column(
+        image_column = choose_column(
             column_names, "image", chosen_image.lower(), FILE_COLUMNS, [], header_position
         )
-        label_column = chosen_column(column_names, "label", chosen_label, LABEL_COLUMNS, [], header_position)
+        label_column = choose_column(column_names, "label", chosen_label, LABEL_COLUMNS, [], header_position)
         for line_number, row in numbered_rows:
             position = f"--data {path}, line {line_number}"
             image_path, label = row.get(image_column), row.get(label_column)

@@ -16,24 +16,24 @@ from onecurve.system.output import log
 from onecurve.system.text import printable
 
 NAMES_LIMIT_BYTES = 2**32  # maximum size of a names file in bytes
-NameOf = Callable[[int], str]  # maps an image's index in the stored split to its name, or to ""
+NameLookup = Callable[[int], str]  # maps an image's index in the stored split to its name, or to ""
 
 
-def names_file(split: str) -> str:
+def names_file_name(split: str) -> str:
     return f"{split}_names.txt"
 
 
 def save_names(folder: Path, split: str, names: Iterable[str]) -> None:
-    with open(folder / names_file(split), "wb") as out:
-        out.writelines(map(_encoded_line, names))
+    with open(folder / names_file_name(split), "wb") as names_stream:
+        names_stream.writelines(map(_encoded_line, names))
 
 
-def save_names_of(images: Iterable[tuple[bytes, str]], folder: Path, split: str) -> Iterator[bytes]:
+def save_names_on_read(images: Iterable[tuple[bytes, str]], folder: Path, split: str) -> Iterator[bytes]:
     """Yield the content of each (content, name) pair, and write the name to the split's names file."""
-    with open(folder / names_file(split), "wb") as out:
-        for content, name in images:
-            out.write(_encoded_line(name))
-            yield content
+    with open(folder / names_file_name(split), "wb") as names_stream:
+        for image_bytes, image_name in images:
+            names_stream.write(_encoded_line(image_name))
+            yield image_bytes
 
 
 class CollectedNames:
@@ -46,45 +46,49 @@ class CollectedNames:
         self.encoded_lines += _encoded_line(name)
         self.line_ends.append(len(self.encoded_lines))
 
-    def write(self, folder: Path, split: str, order: np.ndarray) -> None:
-        """Write the names in index order. `order[i]` is the reading position of image i, int64 [N]."""
-        content = BytesIO()
-        for position in order.tolist():
-            content.write(self.encoded_lines[self.line_ends[position] : self.line_ends[position + 1]])
-        write_bytes(folder / names_file(split), content.getvalue())
+    def write(self, folder: Path, split: str, reading_positions: np.ndarray) -> None:
+        """Write the names in index order. `reading_positions` contains each image's position, int64 [N]."""
+        ordered_lines = BytesIO()
+        for position in reading_positions.tolist():
+            line_start, line_end = self.line_ends[position], self.line_ends[position + 1]
+            ordered_lines.write(self.encoded_lines[line_start:line_end])
+        write_bytes(folder / names_file_name(split), ordered_lines.getvalue())
 
 
-def read_names(lines: np.ndarray | bytes, count: int, where: str) -> NameOf:
+def read_names(names_content: np.ndarray | bytes, image_count: int, file_location: str) -> NameLookup:
     """Return a function that maps image indices to names and keeps 8 bytes per name in memory.
 
     Args:
-        lines: Content of a names file, which may be memory-mapped.
-        count: Number of images. A file with a different number of lines is ignored with a warning.
-        where: File name shown in the warning.
+        names_content: Content of a names file, which may be memory-mapped.
+        image_count: Number of images. A file with a different number of lines is ignored with a warning.
+        file_location: Location of the names file shown in the warning.
     """
-    lines = np.frombuffer(lines, np.uint8) if isinstance(lines, bytes) else lines
-    ends = np.flatnonzero(lines == ord("\n"))
-    if len(ends) != count:
+    if isinstance(names_content, bytes):
+        names_content = np.frombuffer(names_content, np.uint8)
+    line_ends = np.flatnonzero(names_content == ord("\n"))
+    if len(line_ends) != image_count:
         log.warning(
-            f"warning: {where} contains {len(ends):,} names for {count:,} images. Image names are not shown"
+            f"warning: {file_location} contains {len(line_ends):,} names for {image_count:,} images."
+            " Image names are not shown"
         )
         return without_names
 
-    def name_of(index: int) -> str:
-        start = ends[index - 1] + 1 if index else 0
-        return printable(lines[start : ends[index]].tobytes().decode(errors="replace"))
+    def name_of(image_index: int) -> str:
+        line_start = line_ends[image_index - 1] + 1 if image_index else 0
+        encoded_name = names_content[line_start : line_ends[image_index]].tobytes()
+        return printable(encoded_name.decode(errors="replace"))
 
     return name_of
 
 
-def open_names(file: Path, count: int) -> NameOf:
+def open_names(names_path: Path, image_count: int) -> NameLookup:
     """Return a function that maps image indices to names. For a missing file, all names are empty."""
-    if not file.exists() or not file.stat().st_size:
+    if not names_path.exists() or not names_path.stat().st_size:
         return without_names
-    return read_names(np.memmap(file, np.uint8, "r"), count, str(file))
+    return read_names(np.memmap(names_path, np.uint8, "r"), image_count, str(names_path))
 
 
-def without_names(_: int) -> str:
+def without_names(_image_index: int) -> str:
     return ""
 
 

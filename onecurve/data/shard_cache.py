@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import quote, unquote
 
 import numpy as np
@@ -24,21 +25,23 @@ import torch.distributed as dist
 
 from onecurve.data.shards import Shard
 from onecurve.distributed.watch import Preempted, watch
-from onecurve.numerics.order import Plan
+from onecurve.numerics.order import Plan, PlanItem
 from onecurve.system.env import processes_per_host
 from onecurve.system.files import allow_open_files, sha256_of, sync, try_lock
 from onecurve.system.output import log
 from onecurve.system.s3 import ObjectStore
 
-MAX_DOWNLOADS = 2  # number of concurrent downloads per process; each download uses separate connections
-MAX_OTHER_FILES = 1024  # number of files that may be open in addition to lock files
+MAX_CONCURRENT_DOWNLOADS = 2  # per process, because each download uses separate connections
+DOWNLOAD_ATTEMPTS = 2  # a shard is downloaded again if its SHA-256 does not match
+MAX_OTHER_OPEN_FILES = 1024  # number of files that may be open in addition to lock files
 MAX_PREFETCHED_BATCHES = 1000  # maximum number of micro-batches that are prefetched
-POLL_S = 0.1  # seconds between attempts to acquire a lock held by another process
-MESSAGE_AFTER_S = 10  # seconds to wait before showing a message
-ROOM_TIMEOUT_S = 120  # seconds to wait for free space before raising an error
+LOCK_POLL_S = 0.1  # seconds between attempts to acquire a lock held by another process
+STOP_CHECK_S = 0.5  # seconds between checks for a stop signal while waiting for a shard
+WAIT_MESSAGE_DELAY_S = 10  # seconds to wait for shards before showing a message
+FREE_SPACE_TIMEOUT_S = 120  # seconds to wait for free space before raising an error
 
 
-class _Stopped(Exception):
+class _ReaderStopped(Exception):
     """Exception for a reader that has stopped and needs no more shards."""
 
 
@@ -46,7 +49,7 @@ class ShardCache:
     """Thread-safe cache of one data set's shards on this host.
 
     Args:
-        folder: Cache folder, used only for this data set.
+        cache_folder: Cache folder, used only for this data set.
         url: S3 location of the shards, s3://bucket/prefix.
         shards: All shards of the data set.
         limit_bytes: Maximum total size of the cached shards in bytes.
@@ -55,165 +58,170 @@ class ShardCache:
         ValueError: If a shard is larger than the cache.
     """
 
-    def __init__(self, folder: Path, url: str, shards: tuple[Shard, ...], limit_bytes: int):
-        largest = max(shards, key=lambda shard: shard.bytes)
-        if largest.bytes > limit_bytes:
+    def __init__(self, cache_folder: Path, url: str, shards: tuple[Shard, ...], limit_bytes: int):
+        largest_shard = max(shards, key=lambda shard: shard.bytes)
+        if largest_shard.bytes > limit_bytes:
             raise ValueError(
-                f"--cache_gib {limit_bytes / 2**30:g} is too small for {largest.file} in {url}, which"
-                f" contains {largest.bytes / 2**30:.3g} GiB. Increase --cache_gib, or prepare smaller shards"
+                f"--cache_gib {limit_bytes / 2**30:g} is too small for {largest_shard.file} in {url},"
+                f" which contains {largest_shard.bytes / 2**30:.3g} GiB."
+                " Increase --cache_gib, or prepare smaller shards"
             )
-        self.folder, self.store, self.limit_bytes = folder, ObjectStore(url), limit_bytes
+        self.cache_folder, self.store, self.limit_bytes = cache_folder, ObjectStore(url), limit_bytes
         self.reserved_bytes = 0  # total number of bytes that this process's prefetchers have reserved
-        self.shards = {shard.file: shard for shard in shards}
-        self.locks = folder / "locks"
-        self.locks.mkdir(parents=True, exist_ok=True)
-        allow_open_files(len(shards) + MAX_OTHER_FILES)  # because each held lock is an open file
+        self.shards_by_key = {shard.file: shard for shard in shards}
+        self.lock_folder = cache_folder / "locks"
+        self.lock_folder.mkdir(parents=True, exist_ok=True)
+        allow_open_files(len(shards) + MAX_OTHER_OPEN_FILES)  # because each held lock is an open file
 
-    def path(self, file: str) -> Path:
-        return self.folder / quote(file, safe="")  # because a key may contain slashes
+    def shard_path(self, shard_key: str) -> Path:
+        return self.cache_folder / quote(shard_key, safe="")  # because a key may contain slashes
 
     @contextmanager
-    def reserve(self, kept_bytes: float) -> Iterator[int]:
-        """Reserve this process's free share of the cache, minus kept_bytes, and yield its size in bytes."""
-        size_bytes = int(self.limit_bytes / processes_per_host() - self.reserved_bytes - kept_bytes)
-        self.reserved_bytes += size_bytes
+    def reserve_share(self, unreserved_bytes: float) -> Iterator[int]:
+        """Reserve this process's free share of the cache, minus unreserved_bytes. Yield the size in bytes."""
+        share_bytes = int(self.limit_bytes / processes_per_host() - self.reserved_bytes - unreserved_bytes)
+        self.reserved_bytes += share_bytes
         try:
-            yield size_bytes
+            yield share_bytes
         finally:
-            self.reserved_bytes -= size_bytes
+            self.reserved_bytes -= share_bytes
 
-    def hold(self, file: str, stop: threading.Event) -> int:
+    def hold_shard(self, shard_key: str, stop_event: threading.Event) -> int:
         """Fetch a shard if it is missing, and hold its lock so that no process removes it.
 
         Returns:
-            File descriptor of the lock, which the caller passes to `release`.
+            File descriptor of the lock, which the caller passes to `release_shard`.
 
         Raises:
             ValueError: If the shard can't be fetched or stored.
-            _Stopped: If `stop` is set.
+            _ReaderStopped: If `stop_event` is set.
         """
-        lock = None
+        lock_fd = None
         try:
-            lock = self._open_lock(file)
+            lock_fd = self._open_lock_file(shard_key)
             while True:
-                self._wait_for_lock(lock, fcntl.LOCK_SH, stop)
-                if self.path(file).exists():
-                    return lock
-                self._wait_for_lock(lock, fcntl.LOCK_EX, stop)
-                if not self.path(file).exists():  # another process may have fetched the shard
-                    self._fetch(self.shards[file], stop)
+                self._wait_for_lock(lock_fd, fcntl.LOCK_SH, stop_event)
+                if self.shard_path(shard_key).exists():
+                    return lock_fd
+                self._wait_for_lock(lock_fd, fcntl.LOCK_EX, stop_event)
+                if not self.shard_path(shard_key).exists():  # another process may have fetched the shard
+                    self._fetch_shard(self.shards_by_key[shard_key], stop_event)
         except BaseException as error:
-            if lock is not None:
-                os.close(lock)
+            if lock_fd is not None:
+                os.close(lock_fd)
             if not isinstance(error, OSError):
                 raise
             advice = "Free disk space, reduce --cache_gib, or choose a different --cache_dir"
             if error.errno == errno.EMFILE:
                 advice = "Raise the limit on open files (ulimit -Hn), or prepare fewer, larger shards"
-            raise ValueError(
-                f"{file} from {self.store.url} can't be stored in {self.folder}: {error.strerror}. {advice}"
-            ) from error
+            problem = f"can't be stored in {self.cache_folder}: {error.strerror}"
+            raise ValueError(f"{shard_key} from {self.store.url} {problem}. {advice}") from error
 
-    def release(self, file: str, lock: int) -> None:
+    def release_shard(self, shard_key: str, lock_fd: int) -> None:
         with suppress(OSError):
-            os.utime(self.path(file))  # the modification time records the last use
-        os.close(lock)
+            os.utime(self.shard_path(shard_key))  # the modification time records the last use
+        os.close(lock_fd)
 
-    def _open_lock(self, file: str) -> int:
-        return os.open(self.locks / self.path(file).name, os.O_RDWR | os.O_CREAT, 0o666)
+    def _open_lock_file(self, shard_key: str) -> int:
+        return os.open(self.lock_folder / self.shard_path(shard_key).name, os.O_RDWR | os.O_CREAT, 0o666)
 
-    def _wait_for_lock(self, lock: int, operation: int, stop: threading.Event) -> None:
-        while not try_lock(lock, operation):
-            if stop.wait(POLL_S):
-                raise _Stopped
+    def _wait_for_lock(self, lock_fd: int, lock_operation: int, stop_event: threading.Event) -> None:
+        while not try_lock(lock_fd, lock_operation):
+            if stop_event.wait(LOCK_POLL_S):
+                raise _ReaderStopped
 
     @contextmanager
-    def _lock_if_unused(self, file: str) -> Iterator[bool]:
+    def _lock_if_unused(self, shard_key: str) -> Iterator[bool]:
         """Try to lock a shard exclusively, and yield True unless another process holds the lock."""
-        lock = self._open_lock(file)
+        lock_fd = self._open_lock_file(shard_key)
         try:
-            yield try_lock(lock)
+            yield try_lock(lock_fd)
         finally:
-            os.close(lock)
+            os.close(lock_fd)
 
-    def _fetch(self, shard: Shard, stop: threading.Event) -> None:
+    def _fetch_shard(self, shard: Shard, stop_event: threading.Event) -> None:
         """Download a shard, verify its SHA-256, and rename the .part file. The caller must hold the lock."""
 
-        def beat() -> None:
-            if stop.is_set():
-                raise _Stopped
+        def raise_if_stopped() -> None:
+            if stop_event.is_set():
+                raise _ReaderStopped
 
-        part = self.path(shard.file).with_name(f"{self.path(shard.file).name}.part")
-        for _ in range(2):
-            self._make_room(shard, part, stop)
-            self.store.download(shard.file, part, shard.bytes, beat)
-            if sha256_of(part) == shard.sha256:
-                sync(part)
-                part.rename(self.path(shard.file))
+        part_path = self.shard_path(shard.file).with_name(f"{self.shard_path(shard.file).name}.part")
+        for _attempt in range(DOWNLOAD_ATTEMPTS):
+            self._make_room_for(shard, part_path, stop_event)
+            self.store.download(shard.file, part_path, shard.bytes, raise_if_stopped)
+            if sha256_of(part_path) == shard.sha256:
+                sync(part_path)
+                part_path.rename(self.shard_path(shard.file))
                 return
-            part.unlink()
+            part_path.unlink()
         raise ValueError(
-            f"{self.store.url}/{shard.file} does not match the SHA-256 in the manifest, even after a second"
-            " download. Prepare the data again, or upload the shard again"
+            f"{self.store.url}/{shard.file} does not match the SHA-256 in the manifest,"
+            " even after a second download. Prepare the data again, or upload the shard again"
         )
 
-    def _make_room(self, shard: Shard, part: Path, stop: threading.Event) -> None:
+    def _make_room_for(self, shard: Shard, part_path: Path, stop_event: threading.Event) -> None:
         """Free space for a shard, and reserve it with a .part file. The caller must hold the lock."""
-        deadline_s = time.monotonic() + ROOM_TIMEOUT_S
+        free_space_deadline_s = time.monotonic() + FREE_SPACE_TIMEOUT_S
         while True:
-            with open(self.locks / ".room", "w") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
-                if self._remove_until(self.limit_bytes - shard.bytes, shard.file):
-                    part.touch()
+            with open(self.lock_folder / ".room", "w") as room_lock:
+                fcntl.flock(room_lock, fcntl.LOCK_EX)
+                if self._remove_shards_until(self.limit_bytes - shard.bytes, shard.file):
+                    part_path.touch()
                     return
-            if time.monotonic() > deadline_s:
+            if time.monotonic() > free_space_deadline_s:
                 raise ValueError(
-                    f"{self.folder} has no space for {shard.file}, because all"
-                    f" {self.limit_bytes / 2**30:g} GiB of --cache_gib are in use. Increase --cache_gib, or"
-                    " use a separate --cache_dir for each job"
+                    f"{self.cache_folder} has no space for {shard.file},"
+                    f" because all {self.limit_bytes / 2**30:g} GiB of --cache_gib are in use."
+                    " Increase --cache_gib, or use a separate --cache_dir for each job"
                 )
-            if stop.wait(POLL_S):
-                raise _Stopped
+            if stop_event.wait(LOCK_POLL_S):
+                raise _ReaderStopped
 
-    def _remove_until(self, bytes_left: int, excluded: str) -> bool:
+    def _remove_shards_until(self, remaining_limit_bytes: int, excluded_key: str) -> bool:
         """Remove leftover .part files, and then the least recently used shards until the remaining shards
         fit.
 
         Args:
-            bytes_left: Maximum total size of the remaining shards in bytes.
-            excluded: Shard to be fetched, which is neither removed nor included in the total size.
+            remaining_limit_bytes: Maximum total size of the remaining shards in bytes.
+            excluded_key: Shard to be fetched, which is neither removed nor included in the total size.
 
         Returns:
             True if the remaining shards fit.
         """
-        used_bytes, complete_files = 0, []
-        for entry in os.scandir(self.folder):
-            file = unquote(entry.name.removesuffix(".part"))
-            if file not in self.shards or file == excluded:
+        used_bytes, keys_by_last_use = 0, list[tuple[int, str]]()
+        for entry in os.scandir(self.cache_folder):
+            shard_key = unquote(entry.name.removesuffix(".part"))
+            if shard_key not in self.shards_by_key or shard_key == excluded_key:
                 continue
             if not entry.name.endswith(".part"):
-                complete_files.append((entry.stat().st_mtime_ns, file))
+                keys_by_last_use.append((entry.stat().st_mtime_ns, shard_key))
             else:
-                with self._lock_if_unused(file) as is_unused:
+                with self._lock_if_unused(shard_key) as is_unused:
                     # A complete shard means that the .part file was just renamed
-                    if is_unused and not self.path(file).exists():
+                    if is_unused and not self.shard_path(shard_key).exists():
                         Path(entry.path).unlink(missing_ok=True)
                         continue
-            used_bytes += self.shards[file].bytes  # a .part file grows to the size of its shard
-        for _, file in sorted(complete_files):
-            if used_bytes <= bytes_left:
+            used_bytes += self.shards_by_key[shard_key].bytes  # a .part file grows to the size of its shard
+        for _last_use_ns, shard_key in sorted(keys_by_last_use):
+            if used_bytes <= remaining_limit_bytes:
                 break
-            with self._lock_if_unused(file) as is_unused:
+            with self._lock_if_unused(shard_key) as is_unused:
                 if is_unused:
-                    self.path(file).unlink()
-                    used_bytes -= self.shards[file].bytes
-        return used_bytes <= bytes_left
+                    self.shard_path(shard_key).unlink()
+                    used_bytes -= self.shards_by_key[shard_key].bytes
+        return used_bytes <= remaining_limit_bytes
 
 
 @dataclass
 class _ReservedShard:
-    lock: Future[int]  # descriptor returned by ShardCache.hold
+    lock_future: Future[int]  # descriptor returned by ShardCache.hold_shard
     pending_uses: int = 0  # number of micro-batches that still need the shard
+
+
+class _PrefetchedItem(NamedTuple):
+    plan_item: PlanItem
+    shard_keys: set[str]  # keys of the shards that contain the item's samples
 
 
 class ShardPrefetcher:
@@ -221,39 +229,38 @@ class ShardPrefetcher:
 
     A thread iterates over the plan ahead of the reader and holds the next shards, as long as the total size
     of all held shards does not exceed budget_bytes. When the reader requests an item, it has finished the
-    item received in_flight items earlier. A DataLoader requests the next item before returning a finished
-    batch, so decoded batches do not hide the time spent waiting for a shard.
+    item received max_items_in_flight items earlier. A DataLoader requests the next item before returning a
+    finished batch, so decoded batches do not hide the time spent waiting for a shard.
 
     Args:
         plan: Epoch and sample ids of each micro-batch.
-        files_of: Function that maps sample ids to the names of the shards that contain them.
+        shard_keys_of: Function that maps sample ids to the keys of the shards that contain them.
         cache: Local cache that stores the shards.
         budget_bytes: Maximum total size of the held shards in bytes.
-        in_flight: Number of items that the reader processes at the same time.
+        max_items_in_flight: Maximum number of items that the reader processes at the same time.
     """
 
     def __init__(
         self,
         plan: Plan,
-        files_of: Callable[[np.ndarray], set[str]],
+        shard_keys_of: Callable[[np.ndarray], set[str]],
         cache: ShardCache,
         budget_bytes: int,
-        in_flight: int,
+        max_items_in_flight: int,
     ):
-        self.plan, self.files_of, self.cache = plan, files_of, cache
-        self.budget_bytes, self.in_flight = budget_bytes, in_flight
-        self.reserved: dict[str, _ReservedShard] = {}
-        # Prefetched items, not yet yielded
-        self.prefetched: deque[tuple[tuple[int, np.ndarray], set[str]]] = deque()
-        self.files_in_flight: deque[set[str]] = deque()  # shards of the items that the reader is processing
+        self.plan, self.shard_keys_of, self.cache = plan, shard_keys_of, cache
+        self.budget_bytes, self.max_items_in_flight = budget_bytes, max_items_in_flight
+        self.reserved_shards: dict[str, _ReservedShard] = {}
+        self.prefetched_items: deque[_PrefetchedItem] = deque()  # items that have not been yielded yet
+        self.shard_keys_in_flight: deque[set[str]] = deque()  # shards of the items that the reader processes
         self.is_reader_waiting = False
-        self.has_ended = False  # True once the thread has ended
-        self.thread_error: BaseException | None = None  # exception that ended the thread
-        self.stop_event, self.condition = threading.Event(), threading.Condition()
-        self.download_pool = ThreadPoolExecutor(MAX_DOWNLOADS)
-        threading.Thread(target=self._look_ahead, daemon=True).start()
+        self.has_prefetching_ended = False  # whether the prefetching thread has ended
+        self.prefetching_error: BaseException | None = None  # exception that ended the prefetching thread
+        self.stop_event, self.state_condition = threading.Event(), threading.Condition()
+        self.download_pool = ThreadPoolExecutor(MAX_CONCURRENT_DOWNLOADS)
+        threading.Thread(target=self._prefetch_items, daemon=True).start()
 
-    def __iter__(self) -> Iterator[tuple[int, np.ndarray]]:
+    def __iter__(self) -> Iterator[PlanItem]:
         """Yield the items of the plan in order.
 
         Raises:
@@ -261,100 +268,110 @@ class ShardPrefetcher:
             Preempted: If this process received a stop signal and is the job's only process.
         """
         while True:
-            with self.condition:
-                if len(self.files_in_flight) == self.in_flight:
-                    self._release(self.files_in_flight.popleft())
+            with self.state_condition:
+                if len(self.shard_keys_in_flight) == self.max_items_in_flight:
+                    self._end_shard_uses(self.shard_keys_in_flight.popleft())
                 self.is_reader_waiting = True
-                self.condition.notify_all()
-                while not self.prefetched and not self.has_ended:
-                    self.condition.wait(0.5)
-                    _stop_if_alone()
+                self.state_condition.notify_all()
+                while not self.prefetched_items and not self.has_prefetching_ended:
+                    self.state_condition.wait(STOP_CHECK_S)
+                    _raise_preempted_if_alone()
                 self.is_reader_waiting = False
-                if not self.prefetched:
+                if not self.prefetched_items:
                     break
-                item, files = self.prefetched.popleft()
-                self.files_in_flight.append(files)
-                locks = {file: self.reserved[file].lock for file in files}
-            self._wait_for_shards(locks)
-            yield item
-        if self.thread_error:
-            raise self.thread_error
+                plan_item, shard_keys = self.prefetched_items.popleft()
+                self.shard_keys_in_flight.append(shard_keys)
+                future_by_key = {key: self.reserved_shards[key].lock_future for key in shard_keys}
+            self._wait_for_shards(future_by_key)
+            yield plan_item
+        if self.prefetching_error:
+            raise self.prefetching_error
 
-    def _release(self, files: set[str]) -> None:
-        for file in files:
-            reserved_shard = self.reserved[file]
+    def _add_shard_use(self, shard_key: str) -> None:
+        if shard_key not in self.reserved_shards:
+            lock_future = self.download_pool.submit(self.cache.hold_shard, shard_key, self.stop_event)
+            self.reserved_shards[shard_key] = _ReservedShard(lock_future)
+        self.reserved_shards[shard_key].pending_uses += 1
+
+    def _end_shard_uses(self, shard_keys: set[str]) -> None:
+        for shard_key in shard_keys:
+            reserved_shard = self.reserved_shards[shard_key]
             reserved_shard.pending_uses -= 1
             if not reserved_shard.pending_uses:
-                del self.reserved[file]
-                self.cache.release(file, reserved_shard.lock.result())
+                del self.reserved_shards[shard_key]
+                self.cache.release_shard(shard_key, reserved_shard.lock_future.result())
 
     def close(self) -> None:
         """Stop the thread and the downloads, and release all shards."""
         self.stop_event.set()
-        with self.condition:
-            self.condition.notify_all()
-            for file, reserved_shard in self.reserved.items():
-                reserved_shard.lock.cancel()
-                reserved_shard.lock.add_done_callback(partial(self._release_late, file))
-            self.reserved.clear()
+        with self.state_condition:
+            self.state_condition.notify_all()
+            for shard_key, reserved_shard in self.reserved_shards.items():
+                reserved_shard.lock_future.cancel()
+                reserved_shard.lock_future.add_done_callback(partial(self._release_after_close, shard_key))
+            self.reserved_shards.clear()
         self.download_pool.shutdown(wait=False)
 
-    def _release_late(self, file: str, lock: Future[int]) -> None:
-        if not lock.cancelled() and not lock.exception():
-            self.cache.release(file, lock.result())
+    def _release_after_close(self, shard_key: str, lock_future: Future[int]) -> None:
+        if not lock_future.cancelled() and not lock_future.exception():
+            self.cache.release_shard(shard_key, lock_future.result())
 
-    def _wait_for_shards(self, locks: dict[str, Future[int]]) -> None:
+    def _wait_for_shards(self, future_by_key: dict[str, Future[int]]) -> None:
         """Wait until all shards are held, or raise the exception of the first shard that can't be held."""
-        next_message_s = time.monotonic() + MESSAGE_AFTER_S
+        lock_futures = future_by_key.values()
+        next_message_s = time.monotonic() + WAIT_MESSAGE_DELAY_S
         while True:
-            done, missing = wait(locks.values(), timeout=0.5, return_when=FIRST_EXCEPTION)
-            for lock in done:
-                lock.result()
-            if not missing:
+            finished_futures, unfinished_futures = wait(
+                lock_futures, timeout=STOP_CHECK_S, return_when=FIRST_EXCEPTION
+            )
+            for lock_future in finished_futures:
+                lock_future.result()  # raises the exception of a shard that can't be held
+            if not unfinished_futures:
                 return
-            _stop_if_alone()
+            _raise_preempted_if_alone()
             if time.monotonic() > next_message_s:
-                next_message_s = time.monotonic() + 3 * MESSAGE_AFTER_S
-                missing_shards = f"{len(missing)} of {len(locks)} shards from {self.cache.store.url}"
-                first = next(file for file, lock in locks.items() if lock in missing)
-                log.warning(f"waiting for {missing_shards}, for example {first}")
+                next_message_s = time.monotonic() + 3 * WAIT_MESSAGE_DELAY_S
+                missing_keys = [
+                    key for key, lock_future in future_by_key.items() if lock_future in unfinished_futures
+                ]
+                log.warning(
+                    f"waiting for {len(missing_keys)} of {len(lock_futures)} shards"
+                    f" from {self.cache.store.url}, for example {missing_keys[0]}"
+                )
 
-    def _look_ahead(self) -> None:
+    def _prefetch_items(self) -> None:
         try:
-            for item in self.plan:
-                files = self.files_of(item[1])
-                with self.condition:
-                    self.condition.wait_for(partial(self._may_hold, files))
+            for epoch, sample_ids in self.plan:
+                shard_keys = self.shard_keys_of(sample_ids)
+                with self.state_condition:
+                    self.state_condition.wait_for(partial(self._may_hold_shards, shard_keys))
                     if self.stop_event.is_set():
                         return
-                    for file in sorted(files):
-                        if file not in self.reserved:
-                            self.reserved[file] = _ReservedShard(
-                                self.download_pool.submit(self.cache.hold, file, self.stop_event)
-                            )
-                        self.reserved[file].pending_uses += 1
-                    self.prefetched.append((item, files))
-                    self.condition.notify_all()
+                    for shard_key in sorted(shard_keys):
+                        self._add_shard_use(shard_key)
+                    self.prefetched_items.append(_PrefetchedItem((epoch, sample_ids), shard_keys))
+                    self.state_condition.notify_all()
         except BaseException as error:
-            self.thread_error = error
+            self.prefetching_error = error
         finally:
-            with self.condition:
-                self.has_ended = True
-                self.condition.notify_all()
+            with self.state_condition:
+                self.has_prefetching_ended = True
+                self.state_condition.notify_all()
 
-    def _may_hold(self, files: set[str]) -> bool:
+    def _may_hold_shards(self, shard_keys: set[str]) -> bool:
         """Return True if these shards may be held in addition to those already held.
 
         The shards must fit into the budget unless the reader is waiting for them, because a waiting reader
-        releases no shards. After `stop` is set, the result is always True.
+        releases no shards. After `stop_event` is set, the result is always True.
         """
-        if self.stop_event.is_set() or (self.is_reader_waiting and not self.prefetched):
+        if self.stop_event.is_set() or (self.is_reader_waiting and not self.prefetched_items):
             return True
-        total_bytes = sum(self.cache.shards[file].bytes for file in files | self.reserved.keys())
-        return total_bytes <= self.budget_bytes and len(self.prefetched) < MAX_PREFETCHED_BATCHES
+        held_keys = shard_keys | self.reserved_shards.keys()
+        held_bytes = sum(self.cache.shards_by_key[shard_key].bytes for shard_key in held_keys)
+        return held_bytes <= self.budget_bytes and len(self.prefetched_items) < MAX_PREFETCHED_BATCHES
 
 
-def _stop_if_alone() -> None:
+def _raise_preempted_if_alone() -> None:
     """Raise Preempted after a stop signal if this is the job's only process.
 
     In a larger job, the other processes may be in the middle of a step and would wait forever for this

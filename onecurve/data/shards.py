@@ -35,60 +35,65 @@ MANIFEST_FORMAT = 1
 MANIFEST = "manifest.json"
 JOURNAL = ".progress.json"  # file that records the progress of an unfinished preparation
 SHARD_PATTERN = rf"({'|'.join(SPLITS)})-[0-9]{{5,}}\.tar"  # pattern of shard file names
-SHARD_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-shard_fields = itemgetter("file", "bytes", "images", "sha256")
-SHA256 = re.compile("[0-9a-f]{64}")
-HEADER_BYTES = 512  # size of a tar member header
-MANIFEST_LIMIT, INDEX_LIMIT = 2**28, 2**34  # maximum file sizes in bytes
+ALLOWED_SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")  # pattern of shard names in a manifest
+get_shard_fields = itemgetter("file", "bytes", "images", "sha256")
+SHA256_PATTERN = re.compile("[0-9a-f]{64}")
+TAR_HEADER_BYTES = 512  # size of a tar member header
+LABEL_COLUMN = 3  # index column that contains the labels
+MAX_ESCAPED_LENGTH = 80  # maximum number of characters of an invalid value shown in a message
+MANIFEST_LIMIT_BYTES, INDEX_LIMIT_BYTES = (
+    2**28,
+    2**34,
+)  # maximum sizes of the manifest and of an index in bytes
 UNFINISHED_ADVICE = (
-    "The preparation is not complete. Run the same prep_imagenet.py command again to continue the"
-    " preparation. To use tar files in WebDataset format from a different source, create an index with"
-    " `prep_imagenet.py --from shards --format index`"
+    "The preparation is not complete."
+    " Run the same prep_imagenet.py command again to continue the preparation."
+    " To use tar files in WebDataset format from a different source,"
+    " create an index with `prep_imagenet.py --from shards --format index`"
 )
 
 
 class ClassName(TypedDict):
-    name: str
-    wnid: str
+    name: str  # class name, which may occur more than once
+    wnid: str  # WordNet id, which is unique
 
 
 @dataclass(frozen=True)
 class Shard:
     file: str  # file name or, unless the kind is "shards", absolute path or s3://bucket/key
-    bytes: int
-    images: int
-    sha256: str | None  # None for existing shards on this host
+    bytes: int  # size of the tar file
+    images: int  # number of images
+    sha256: str | None  # SHA-256 of the tar file, or None for existing shards on this host
 
 
 @dataclass(frozen=True)
 class SplitManifest:
-    images: int
-    index_sha256: str
+    images: int  # number of images
+    index_sha256: str  # SHA-256 of the split's index file
     shards: tuple[Shard, ...]
 
 
 @dataclass(frozen=True)
 class ShardManifest:
     kind: str  # "shards", "index" or "in_place"
-    name: str
+    name: str  # name of the data set
     classes: tuple[str, ...]  # class names in label order; duplicate names include the WordNet id
-    splits: dict[str, SplitManifest]
+    splits: dict[str, SplitManifest]  # by split name
     sha256: str  # SHA-256 of the manifest file
 
     @property
     def store(self) -> str | None:
         """S3 prefix of an "in_place" manifest's existing shards, or None if the shards are not in S3."""
-        files = [shard.file for split in self.splits.values() for shard in split.shards]
-        if self.kind != "in_place" or not files[0].startswith("s3://"):
+        shard_files = [shard.file for split in self.splits.values() for shard in split.shards]
+        if self.kind != "in_place" or not shard_files[0].startswith("s3://"):
             return None
-        return "s3://" + posixpath.commonpath([posixpath.dirname(file[5:]) for file in files])
+        parent_folders = [posixpath.dirname(file.removeprefix("s3://")) for file in shard_files]
+        return "s3://" + posixpath.commonpath(parent_folders)
 
     def shards_in(self, split: str) -> tuple[Shard, ...]:
         """Return the shards of a split. For shards in S3, the file names are keys relative to `store`."""
-        prefix = f"{self.store}/"
-        return tuple(
-            replace(shard, file=shard.file.removeprefix(prefix)) for shard in self.splits[split].shards
-        )
+        store_prefix, shards = f"{self.store}/", self.splits[split].shards
+        return tuple(replace(shard, file=shard.file.removeprefix(store_prefix)) for shard in shards)
 
 
 KEY_TYPES = {  # expected types of the values in manifest.json
@@ -99,158 +104,165 @@ KEY_TYPES = {  # expected types of the values in manifest.json
 }
 
 
-def index_name(split: str) -> str:
+def index_file_name(split: str) -> str:
     return f"{split}_index.npy"
 
 
-def find_local(folder: Path) -> ShardManifest | None:
+def find_local_manifest(folder: Path) -> ShardManifest | None:
     """Return the manifest of a folder that contains prepared data, or None for any other folder.
 
     Raises:
         ValueError: If the manifest is missing or damaged, or if a shard is missing or has an unexpected size.
     """
-    path = folder / MANIFEST
-    if not path.is_file():
+    manifest_path = folder / MANIFEST
+    if not manifest_path.is_file():
         if any(_is_prepared_file(entry.name) for entry in os.scandir(folder)):
             raise ValueError(f"--data {folder} contains no {MANIFEST}. {UNFINISHED_ADVICE}")
         return None
-    manifest = parse_manifest(path.read_bytes(), str(path))
-    for split in manifest.splits.values():
-        for shard in split.shards if manifest.store is None else ():
-            _check_shard_size(folder / shard.file, shard.bytes)
+    manifest = parse_manifest(manifest_path.read_bytes(), str(manifest_path))
+    if manifest.store is None:
+        for split_manifest in manifest.splits.values():
+            for shard in split_manifest.shards:
+                _check_shard_size(folder / shard.file, shard.bytes)
     return manifest
 
 
-def _is_prepared_file(name: str) -> bool:
+def _is_prepared_file(file_name: str) -> bool:
     """Return True if a preparation writes files with this name. Source tar files have different names."""
-    indices = [index_name(split) for split in SPLITS]
-    return name in (JOURNAL, *indices) or re.fullmatch(SHARD_PATTERN, name) is not None
+    index_names = [index_file_name(split) for split in SPLITS]
+    return file_name in (JOURNAL, *index_names) or re.fullmatch(SHARD_PATTERN, file_name) is not None
 
 
-def _check_shard_size(path: Path, size: int) -> None:
+def _check_shard_size(shard_path: Path, expected_bytes: int) -> None:
     try:
-        actual = path.stat().st_size
+        actual_bytes = shard_path.stat().st_size
     except OSError as error:
+        problem = f"is listed in {MANIFEST}, but can't be read: {error.strerror}"
+        raise ValueError(f"{shard_path} {problem}. Prepare the data again") from None
+    if actual_bytes != expected_bytes:
         raise ValueError(
-            f"{path} is listed in {MANIFEST}, but can't be read: {error.strerror}. Prepare the data again"
-        ) from None
-    if actual != size:
-        raise ValueError(
-            f"{path} contains {actual:,} bytes, but {MANIFEST} specifies {size:,} bytes. Prepare the data"
-            " again"
+            f"{shard_path} contains {actual_bytes:,} bytes,"
+            f" but {MANIFEST} specifies {expected_bytes:,} bytes. Prepare the data again"
         )
 
 
-def find_stored(store: ObjectStore) -> tuple[ShardManifest, bytes]:
+def find_stored_manifest(store: ObjectStore) -> tuple[ShardManifest, bytes]:
     """Return the parsed manifest under an S3 prefix, and its bytes.
 
     Raises:
         ValueError: If the manifest is missing or damaged, or describes an index of files on one host.
     """
-    content = store.read(MANIFEST, MANIFEST_LIMIT)
-    if content is None:
-        unfinished = any(map(_is_prepared_file, store.list()))
-        advice = UNFINISHED_ADVICE if unfinished else f"Prepare data with prep_imagenet.py --out {store.url}"
+    manifest_bytes = store.read(MANIFEST, MANIFEST_LIMIT_BYTES)
+    if manifest_bytes is None:
+        is_unfinished = any(map(_is_prepared_file, store.list()))
+        preparation_advice = f"Prepare data with prep_imagenet.py --out {store.url}"
+        advice = UNFINISHED_ADVICE if is_unfinished else preparation_advice
         raise ValueError(f"--data {store.url} contains no {MANIFEST}. {advice}")
-    manifest = parse_manifest(content, f"{store.url}/{MANIFEST}")
+    manifest = parse_manifest(manifest_bytes, f"{store.url}/{MANIFEST}")
     if manifest.kind != "shards" and manifest.store is None:
         raise ValueError(
-            f"--data {store.url} is an index of files on one host. On that host, pass the index's local"
-            " folder to --data"
+            f"--data {store.url} is an index of files on one host."
+            " On that host, pass the index's local folder to --data"
         )
-    return manifest, content
+    return manifest, manifest_bytes
 
 
-def parse_manifest(content: bytes, where: str) -> ShardManifest:
+def parse_manifest(manifest_bytes: bytes, manifest_location: str) -> ShardManifest:
     """Parse a manifest.
 
     Args:
-        content: Content of the manifest file.
-        where: Manifest location shown in error messages.
+        manifest_bytes: Content of the manifest file.
+        manifest_location: Location of the manifest shown in error messages.
 
     Raises:
         ValueError: If the manifest is invalid. The message describes the first problem.
     """
     try:
-        values = parse_json(content, where)
+        entries = parse_json(manifest_bytes, manifest_location)
     except ValueError as error:
         raise ValueError(f"{error}. Prepare the data again") from None
-    if (format_version := values.get("format")) != MANIFEST_FORMAT:
+    if (format_version := entries.get("format")) != MANIFEST_FORMAT:
         raise ValueError(
-            f"{where} has format {_escaped(format_version)}, but this version supports only format"
-            f" {MANIFEST_FORMAT}. Prepare the data again, or update this project"
+            f"{manifest_location} has format {_escape_value(format_version)},"
+            f" but this version supports only format {MANIFEST_FORMAT}."
+            " Prepare the data again, or update this project"
         )
-    invalid = [
-        key for key, expected_type in KEY_TYPES.items() if not has_type(values.get(key), expected_type)
-    ]
-    if not invalid:
-        wnids = [entry["wnid"] for entry in values["classes"]]
+    invalid_keys = [key for key, key_type in KEY_TYPES.items() if not has_type(entries.get(key), key_type)]
+    if not invalid_keys:
+        wnids = [class_entry["wnid"] for class_entry in entries["classes"]]
         if not wnids or len({*wnids}) != len(wnids):
-            invalid = ["classes, which must be distinct"]
-    if invalid:
-        fields = ", ".join(invalid)
-        raise ValueError(f"{where} is not a valid manifest (invalid: {fields}). Prepare the data again")
+            invalid_keys = ["classes, which must be distinct"]
+    if invalid_keys:
+        raise _invalid_manifest_error(manifest_location, ", ".join(invalid_keys))
     splits = {}
-    for split, entry in values["splits"].items():
-        shards = tuple(Shard(*shard_fields(shard)) for shard in entry["shards"])
-        splits[split] = SplitManifest(entry["images"], entry["index_sha256"], shards)
-    class_names, sha256 = _class_names(values["classes"]), hashlib.sha256(content).hexdigest()
-    manifest = ShardManifest(values["kind"], values["name"], class_names, splits, sha256)
-    if problem := _manifest_problem(manifest):
-        raise ValueError(f"{where} is not a valid manifest (invalid: {problem}). Prepare the data again")
+    for split, split_entry in entries["splits"].items():
+        shards = tuple(Shard(*get_shard_fields(shard_entry)) for shard_entry in split_entry["shards"])
+        splits[split] = SplitManifest(split_entry["images"], split_entry["index_sha256"], shards)
+    class_names = _class_names(entries["classes"])
+    manifest_sha256 = hashlib.sha256(manifest_bytes).hexdigest()
+    manifest = ShardManifest(entries["kind"], entries["name"], class_names, splits, manifest_sha256)
+    if invalid_value := _first_invalid_value(manifest):
+        raise _invalid_manifest_error(manifest_location, invalid_value)
     if "train" not in splits:
-        raise ValueError(f"{where} contains no train split. Prepare the train split as well")
+        raise ValueError(f"{manifest_location} contains no train split. Prepare the train split as well")
     return manifest
 
 
-def _manifest_problem(manifest: ShardManifest) -> str | None:
+def _invalid_manifest_error(manifest_location: str, invalid_parts: str) -> ValueError:
+    problem = f"is not a valid manifest (invalid: {invalid_parts})"
+    return ValueError(f"{manifest_location} {problem}. Prepare the data again")
+
+
+def _first_invalid_value(manifest: ShardManifest) -> str | None:
     """Return a description of the first invalid value, or None for a valid manifest."""
     if manifest.kind not in ("shards", "index", "in_place"):
-        return f"kind {_escaped(manifest.kind)}"
-    has_shards, files, buckets = manifest.kind == "shards", set[str](), set[str]()
-    for split in manifest.splits.values():
-        if not 0 < split.images == sum(shard.images for shard in split.shards):
-            return f"images {split.images}, which differs from the sum over the split's shards"
-        if not SHA256.fullmatch(split.index_sha256):
-            return f"SHA-256 {_escaped(split.index_sha256)}"
-        for shard in split.shards:
-            in_store = manifest.kind == "in_place" and shard.file.startswith("s3://")
-            has_valid_name = (
-                SHARD_FILE_NAME.fullmatch(shard.file) if has_shards else in_store or os.path.isabs(shard.file)
-            )
-            has_valid_hash = not (has_shards or in_store) or SHA256.fullmatch(shard.sha256 or "")
-            is_new = manifest.kind == "index" or shard.file not in files
-            if not (has_valid_name and has_valid_hash and is_new and shard.bytes >= 0 and shard.images >= 0):
-                return f"shard {_escaped(shard.file)}"
-            files.add(shard.file)
-            buckets.add(shard.file.split("/")[2] if in_store else "")
-    if manifest.kind == "in_place" and len(buckets) > 1:
+        return f"kind {_escape_value(manifest.kind)}"
+    is_prepared, seen_files, seen_buckets = manifest.kind == "shards", set[str](), set[str]()
+    for split_manifest in manifest.splits.values():
+        if not 0 < split_manifest.images == sum(shard.images for shard in split_manifest.shards):
+            return f"images {split_manifest.images}, which differs from the sum over the split's shards"
+        if not SHA256_PATTERN.fullmatch(split_manifest.index_sha256):
+            return f"SHA-256 {_escape_value(split_manifest.index_sha256)}"
+        for shard in split_manifest.shards:
+            is_in_s3 = manifest.kind == "in_place" and shard.file.startswith("s3://")
+            if is_prepared:
+                has_valid_name = ALLOWED_SHARD_NAME.fullmatch(shard.file) is not None
+            else:
+                has_valid_name = is_in_s3 or os.path.isabs(shard.file)
+            has_valid_hash = not (is_prepared or is_in_s3) or SHA256_PATTERN.fullmatch(shard.sha256 or "")
+            is_new = manifest.kind == "index" or shard.file not in seen_files
+            has_valid_sizes = shard.bytes >= 0 and shard.images >= 0
+            if not (has_valid_name and has_valid_hash and is_new and has_valid_sizes):
+                return f"shard {_escape_value(shard.file)}"
+            seen_files.add(shard.file)
+            seen_buckets.add(shard.file.split("/")[2] if is_in_s3 else "")
+    if manifest.kind == "in_place" and len(seen_buckets) > 1:
         return "shards, which are in several buckets, or both in a bucket and on this host"
     return None
 
 
-def _escaped(value: Any) -> str:
+def _escape_value(untrusted_value: Any) -> str:
     """Format a value from an untrusted manifest for a message."""
-    return ascii(value)[:80]
+    return ascii(untrusted_value)[:MAX_ESCAPED_LENGTH]
 
 
-def _class_names(classes: list[dict[str, str]]) -> tuple[str, ...]:
+def _class_names(class_entries: list[ClassName]) -> tuple[str, ...]:
     """Return class names in label order. Duplicates, such as ILSVRC2012's cranes, include the WordNet id."""
-    counts = Counter(entry["name"] for entry in classes)
+    name_counts = Counter(class_entry["name"] for class_entry in class_entries)
     return tuple(
-        entry["name"] if counts[entry["name"]] == 1 else f"{entry['name']} ({entry['wnid']})"
-        for entry in classes
+        entry["name"] if name_counts[entry["name"]] == 1 else f"{entry['name']} ({entry['wnid']})"
+        for entry in class_entries
     )
 
 
-def parse_shard_index(content: bytes, manifest: ShardManifest, split: str, where: str) -> np.ndarray:
+def parse_shard_index(index_bytes: bytes, manifest: ShardManifest, split: str, location: str) -> np.ndarray:
     """Parse the index of a split.
 
     Args:
-        content: Content of the index file.
+        index_bytes: Content of the index file.
         manifest: Manifest that specifies the index's SHA-256, number of images and shards.
         split: Name of the split that the index describes.
-        where: Index location shown in error messages.
+        location: Location of the index shown in error messages.
 
     Returns:
         Shard number, byte offset, byte length and label of each image, int64 [N, 4].
@@ -258,38 +270,45 @@ def parse_shard_index(content: bytes, manifest: ShardManifest, split: str, where
     Raises:
         ValueError: If the index is damaged or does not match the manifest.
     """
-    expected = manifest.splits[split]
-    if hashlib.sha256(content).hexdigest() != expected.index_sha256:
-        raise ValueError(f"{where} does not match its SHA-256 in {MANIFEST}. Prepare the data again")
+    split_manifest = manifest.splits[split]
+    if hashlib.sha256(index_bytes).hexdigest() != split_manifest.index_sha256:
+        raise ValueError(f"{location} does not match its SHA-256 in {MANIFEST}. Prepare the data again")
     try:
-        rows = np.load(io.BytesIO(content), allow_pickle=False)
+        index_rows = np.load(io.BytesIO(index_bytes), allow_pickle=False)
     except Exception:  # NumPy parses the header as Python code, which may raise any exception
-        raise ValueError(f"{where} is not an array. Prepare the data again") from None
-    if not isinstance(rows, np.ndarray) or rows.dtype != np.int64 or rows.shape != (expected.images, 4):
+        raise ValueError(f"{location} is not an array. Prepare the data again") from None
+    expected_shape = (split_manifest.images, 4)
+    is_int64_array = isinstance(index_rows, np.ndarray) and index_rows.dtype == np.int64
+    if not is_int64_array or index_rows.shape != expected_shape:
         raise ValueError(
-            f"{where} is not an int64 array of shape [{expected.images}, 4]. Prepare the data again"
+            f"{location} is not an int64 array of shape [{split_manifest.images}, 4]. Prepare the data again"
         )
-    shard, offset, length, label = rows.T
-    if shard.min() < 0 or shard.max() >= len(expected.shards):
-        raise ValueError(f"{where} refers to shards that are not in {MANIFEST}. Prepare the data again")
-    counts = np.bincount(shard, minlength=len(expected.shards))
-    shard_sizes = np.array([shard.bytes for shard in expected.shards])[shard]
-    is_same_shard = shard[1:] == shard[:-1]
-    problems = {
-        # This check must come first, because it ensures that the sums below can't overflow.
-        "lists images outside of their shards": (
-            (offset < HEADER_BYTES) | (length < 1) | (offset > shard_sizes) | (length > shard_sizes - offset)
-        ).any(),
+    shard_indices, offsets, lengths, labels = index_rows.T
+    if shard_indices.min() < 0 or shard_indices.max() >= len(split_manifest.shards):
+        problem = f"refers to shards that are not in {MANIFEST}"
+        raise ValueError(f"{location} {problem}. Prepare the data again")
+    images_per_shard = np.bincount(shard_indices, minlength=len(split_manifest.shards))
+    # Size in bytes of the shard that contains each image
+    shard_bytes = np.array([shard.bytes for shard in split_manifest.shards])[shard_indices]
+    is_outside_of_shard = (offsets < TAR_HEADER_BYTES) | (lengths < 1) | (offsets > shard_bytes)
+    is_outside_of_shard |= lengths > shard_bytes - offsets
+    is_same_shard = shard_indices[1:] == shard_indices[:-1]
+    is_overlapping = is_same_shard & (offsets[1:] < offsets[:-1] + lengths[:-1])
+    is_unsorted = (np.diff(shard_indices) < 0) | (is_same_shard & (np.diff(offsets) <= 0))
+    is_problem_present = {
+        # This check must come first, because it detects values for which the sums in is_overlapping overflow.
+        "lists images outside of their shards": is_outside_of_shard.any(),
         "lists different numbers of images than the manifest": (
-            counts != [shard.images for shard in expected.shards]
+            images_per_shard != [shard.images for shard in split_manifest.shards]
         ).any(),
-        "is not sorted": (np.diff(shard) < 0).any() or (is_same_shard & (np.diff(offset) <= 0)).any(),
-        "lists images that overlap": (is_same_shard & (offset[1:] < offset[:-1] + length[:-1])).any(),
-        "contains labels without a class": label.min() < 0 or label.max() >= len(manifest.classes),
+        "is not sorted": is_unsorted.any(),
+        "lists images that overlap": is_overlapping.any(),
+        "contains labels without a class": labels.min() < 0 or labels.max() >= len(manifest.classes),
     }
-    if present_problems := [problem for problem, is_present in problems.items() if is_present]:
-        raise ValueError(f"{where} {present_problems[0]}. Prepare the data again")
-    return rows
+    for problem, is_present in is_problem_present.items():
+        if is_present:
+            raise ValueError(f"{location} {problem}. Prepare the data again")
+    return index_rows
 
 
 class ShardImages(EncodedImages):
@@ -298,32 +317,34 @@ class ShardImages(EncodedImages):
     No tar file stays open, because an open file occupies disk space even after the cache removes the shard.
 
     Args:
-        index: Index file in the cache folder.
-        files: Paths of the shards.
+        index_path: Path of the index file in the cache folder.
+        shard_paths: Paths of the shards.
         ids_file: File that contains the ids of the images to read, int64 [n], or None to read all images.
     """
 
-    def __init__(self, index: Path, files: tuple[str, ...], ids_file: Path | None = None):
-        self.rows, self.files = np.asarray(np.load(index, mmap_mode="r")), files  # int64 [N, 4]
-        super().__init__(len(self.rows), ids_file)
+    def __init__(self, index_path: Path, shard_paths: tuple[str, ...], ids_file: Path | None = None):
+        self.shard_paths = shard_paths
+        self.index_rows = np.asarray(np.load(index_path, mmap_mode="r"))  # int64 [N, 4]
+        super().__init__(len(self.index_rows), ids_file)
 
     def location(self, index: int) -> tuple[str, int, int]:
-        shard, offset, length, _ = self.rows[self.ids[index]].tolist()
-        return self.files[shard], offset, length
+        shard_index, byte_offset, byte_length, _label = self.index_rows[self.ids[index]].tolist()
+        return self.shard_paths[shard_index], byte_offset, byte_length
 
     def display_name(self, index: int) -> str:
         """Return image i's shard and byte offset, and its key if a tar header precedes the image."""
-        shard, offset, _ = self.location(index)
-        name = self.name(index)
-        return printable(f"{shard}, offset {offset}{name and f', key {os.path.splitext(name)[0]}'}")
+        shard_path, byte_offset, _byte_length = self.location(index)
+        member_name = self.name(index)
+        key_text = f", key {os.path.splitext(member_name)[0]}" if member_name else ""
+        return printable(f"{shard_path}, offset {byte_offset}{key_text}")
 
     def name(self, index: int) -> str:
         """Return the member name in the tar header before image i, or "" if there is no such header."""
-        shard, offset, _ = self.location(index)
-        with open(shard, "rb", buffering=0) as file:
-            header = os.pread(file.fileno(), HEADER_BYTES, offset - HEADER_BYTES)
+        shard_path, byte_offset, _byte_length = self.location(index)
+        with open(shard_path, "rb", buffering=0) as shard_file:
+            tar_header = os.pread(shard_file.fileno(), TAR_HEADER_BYTES, byte_offset - TAR_HEADER_BYTES)
         try:
             # The header's checksum keeps other bytes out of messages.
-            return printable(tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").name)
+            return printable(tarfile.TarInfo.frombuf(tar_header, "utf-8", "surrogateescape").name)
         except tarfile.HeaderError:
             return ""

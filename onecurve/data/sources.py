@@ -22,7 +22,7 @@ from onecurve.data.names import save_names
 from onecurve.data.tables import (
     Columns,
     Table,
-    is_named,
+    is_named_after,
     load_from_hub,
     parquet_files,
     saved_files,
@@ -38,8 +38,10 @@ if TYPE_CHECKING:
     from onecurve.data.shards import ShardManifest
 
 BUILT_IN_DATA = ("digits", "cifar10", "synthetic")
+VAL_PER_DIGIT = 36  # number of held-out images of each digit
 LISTING_WAIT_S = 1.0  # maximum seconds to wait for the file listing before torch is imported
-_listings: "dict[tuple[str, Columns], Future[Source]]" = {}  # file listings that check_inputs() has started
+# File listings that check_inputs() has started, by the value of `--data` and the columns
+_listing_futures: "dict[tuple[str, Columns], Future[Source]]" = {}
 
 
 @dataclass(frozen=True)
@@ -94,44 +96,57 @@ def find_source(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = False
     Raises:
         ValueError: If the data can't be used. The error is raised before large files are read.
     """
-    data, holdout, columns = recipe.data, recipe.holdout, Columns(recipe.image_column, recipe.label_column)
-    source = _locate_source(data, beat, columns)
+    columns = Columns(recipe.image_column, recipe.label_column)
+    source = _locate_source(recipe.data, beat, columns)
     if source.training_problem and not is_evaluated:
         raise ValueError(source.training_problem)
     if any(columns) and not source.is_table:
         raise ValueError(
-            "--image_column and --label_column apply only to tables and lists. Remove these flags, because"
-            f" --data {data} is neither a table nor a list"
+            "--image_column and --label_column apply only to tables and lists."
+            f" Remove these flags, because --data {recipe.data} is neither a table nor a list"
         )
-    if holdout is not None:
-        holdout_text = holdout if isinstance(holdout, str) else f"{holdout:.12g}"
-        if source.test_name:
-            raise ValueError(
-                f"--holdout {holdout_text} is not needed, because --data {data} contains a {source.val_name}"
-                f" split to select the best checkpoint and a {source.test_name} split for the final"
-                " evaluation. Remove --holdout"
-            )
-        source = replace(source, holdout=holdout, val_name="holdout", test_name=source.val_name)
-        if holdout_text == holdout:
-            return replace(source, fold=f" fold {holdout_text}")
-        return replace(source, hashes=(*source.hashes, f"holdout {holdout_text}"))
+    if recipe.holdout is not None:
+        return _with_holdout(source, recipe.data, recipe.holdout)
     if source.val_name is None and not is_evaluated:
         raise ValueError(
-            f"--data {data} contains no evaluation split (val, validation, valid or test). Add an evaluation"
-            " split, or hold out a tenth of the training images with --holdout 0.1"
+            f"--data {recipe.data} contains no evaluation split (val, validation, valid or test)."
+            " Add an evaluation split, or hold out a tenth of the training images with --holdout 0.1"
         )
     return source
 
 
-def _locate_source(data: str, beat: Heartbeat, columns: Columns) -> Source:
-    if data == "digits":
-        return Source(data, (), _write_digits, mirror=False)  # because a mirrored 2 is not a 2
-    if data == "synthetic":
-        return Source(data, (), _write_synthetic)
-    if data == "cifar10" or data.startswith("hub:"):
-        return _hub_source(data, load_from_hub(data, beat), columns)
-    listing = _listings.pop((data, columns), None)
-    return run_with_heartbeat(listing.result if listing else partial(_find_files, data, columns), beat)
+def _with_holdout(source: Source, data_flag: str, holdout: float | str) -> Source:
+    """Return the source with held-out images as its val split, and its former val split as its test split.
+
+    Args:
+        source: Source without held-out images.
+        data_flag: Value of `--data` shown in error messages.
+        holdout: Share or number of training images to hold out, or a fold.
+    """
+    is_fold = isinstance(holdout, str)
+    holdout_text = holdout if is_fold else f"{holdout:.12g}"
+    if source.test_name:
+        raise ValueError(
+            f"--holdout {holdout_text} is not needed, because --data {data_flag} contains"
+            f" a {source.val_name} split to select the best checkpoint"
+            f" and a {source.test_name} split for the final evaluation. Remove --holdout"
+        )
+    source = replace(source, holdout=holdout, val_name="holdout", test_name=source.val_name)
+    if is_fold:
+        return replace(source, fold=f" fold {holdout_text}")
+    return replace(source, hashes=(*source.hashes, f"holdout {holdout_text}"))
+
+
+def _locate_source(data_flag: str, beat: Heartbeat, columns: Columns) -> Source:
+    if data_flag == "digits":
+        return Source(data_flag, (), _write_digits, mirror=False)  # because a mirrored 2 is not a 2
+    if data_flag == "synthetic":
+        return Source(data_flag, (), _write_synthetic)
+    if data_flag == "cifar10" or data_flag.startswith("hub:"):
+        return _hub_source(data_flag, load_from_hub(data_flag, beat), columns)
+    listing_future = _listing_futures.pop((data_flag, columns), None)
+    find_files = listing_future.result if listing_future else partial(_find_files, data_flag, columns)
+    return run_with_heartbeat(find_files, beat)
 
 
 def check_inputs(recipe: ImageRecipe) -> int:
@@ -147,45 +162,47 @@ def check_inputs(recipe: ImageRecipe) -> int:
     """
     if recipe.weights and not Path(recipe.weights).expanduser().exists():
         raise ValueError(f"--weights {recipe.weights} does not exist")
-    data, columns = recipe.data, Columns(recipe.image_column, recipe.label_column)
-    if data not in BUILT_IN_DATA and not data.startswith(("hub:", "s3:")):
-        _listings[data, columns] = listing = start_daemon(partial(_find_files, data, columns))
-        if wait([listing], LISTING_WAIT_S).done:
+    columns = Columns(recipe.image_column, recipe.label_column)
+    if recipe.data not in BUILT_IN_DATA and not recipe.data.startswith(("hub:", "s3:")):
+        listing_future = start_daemon(partial(_find_files, recipe.data, columns))
+        _listing_futures[recipe.data, columns] = listing_future
+        if wait([listing_future], LISTING_WAIT_S).done:
             with suppress(OSError):  # the next find_source() call will report this error
-                find_source(recipe, lambda: None)
-            _listings[data, columns] = listing
+                find_source(recipe, lambda: None)  # removes the future from _listing_futures
+            _listing_futures[recipe.data, columns] = listing_future
     return 0
 
 
 @retried
-def _find_files(data: str, columns: Columns) -> Source:
+def _find_files(data_flag: str, columns: Columns) -> Source:
     from onecurve.data import shards
 
-    if data.startswith("s3://"):
-        return _find_stored_shards(data)
+    if data_flag.startswith("s3://"):
+        return _find_stored_shards(data_flag)
     # Symbolic links are not resolved, so that the data has the same name on hosts where links point to
     # different paths.
-    root = Path(os.path.abspath(os.path.expanduser(data)))
-    if root.is_file() and root.suffix.lower() in class_folders.TABLE_EXTENSIONS:
-        return _lone_table_source(root, columns)
-    if not root.is_dir():
-        problem = "is not a folder, list or parquet file" if root.exists() else "does not exist"
+    data_path = Path(os.path.abspath(os.path.expanduser(data_flag)))
+    if data_path.is_file() and data_path.suffix.lower() in class_folders.TABLE_EXTENSIONS:
+        return _lone_table_source(data_path, columns)
+    if not data_path.is_dir():
+        problem = "is not a folder, list or parquet file" if data_path.exists() else "does not exist"
         advice = f". Pass a folder, list or parquet file, or choose one of {', '.join(BUILT_IN_DATA)}"
-        if suggestion := did_you_mean(data, BUILT_IN_DATA):
+        if suggestion := did_you_mean(data_flag, BUILT_IN_DATA):
             advice = f": {suggestion}"
-        raise ValueError(f"--data {data} {problem}{advice}")
-    if manifest := shards.find_local(root):
-        return _shard_source(manifest, str(root), lambda name: read_regular(root / name))
-    if (files := saved_files(root)) is not None:
-        return _table_files_source(root, files, "{split}/{file}", columns)
-    if files := parquet_files(root):
-        is_flat = is_named(files["train"][0], "train")
-        return _table_files_source(root, files, "{file}" if is_flat else "{folder}/{file}", columns)
-    if lists := class_folders.metadata_files(root):
-        return _find_metadata(root, lists, columns)
-    if table := class_folders.find_lone_table(root):
-        return _lone_table_source(table, columns)
-    return find_class_folders(root)
+        raise ValueError(f"--data {data_flag} {problem}{advice}")
+    if manifest := shards.find_local_manifest(data_path):
+        return _shard_source(manifest, str(data_path), lambda file_name: read_regular(data_path / file_name))
+    if (files_by_split := saved_files(data_path)) is not None:
+        return _table_files_source(data_path, files_by_split, "{split}/{file}", columns)
+    if files_by_split := parquet_files(data_path):
+        is_flat = is_named_after(files_by_split["train"][0], "train")
+        name_format = "{file}" if is_flat else "{folder}/{file}"
+        return _table_files_source(data_path, files_by_split, name_format, columns)
+    if list_by_split := class_folders.metadata_files(data_path):
+        return _find_listed_images(data_path, list_by_split, columns)
+    if table_path := class_folders.find_lone_table(data_path):
+        return _lone_table_source(table_path, columns)
+    return find_class_folders(data_path)
 
 
 # Generated data
@@ -198,7 +215,7 @@ def _write_digits(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
     RandomState never changes (NEP 19).
     """
 
-    def load():
+    def load_digit_images() -> tuple[np.ndarray, np.ndarray]:
         from PIL import Image
         from sklearn.datasets import load_digits
 
@@ -210,11 +227,12 @@ def _write_digits(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
         ]
         return np.repeat(np.stack(large_images)[..., None], 3, axis=3), digits.target
 
-    images, labels = run_with_heartbeat(load, beat)
-    shuffled = np.random.RandomState(0).permutation(len(labels))
-    val = np.sort(np.concatenate([shuffled[labels[shuffled] == digit][:36] for digit in range(10)]))
-    train = np.setdiff1d(np.arange(len(labels)), val)
-    for split, ids in zip(SPLITS, (train, val), strict=True):
+    images, labels = run_with_heartbeat(load_digit_images, beat)
+    shuffled_ids = np.random.RandomState(0).permutation(len(labels))
+    val_ids_per_digit = [shuffled_ids[labels[shuffled_ids] == digit][:VAL_PER_DIGIT] for digit in range(10)]
+    val_ids = np.sort(np.concatenate(val_ids_per_digit))
+    train_ids = np.setdiff1d(np.arange(len(labels)), val_ids)
+    for split, ids in zip(SPLITS, (train_ids, val_ids), strict=True):
         np.save(folder / f"{split}_images.npy", images[ids])
         save_labels(folder, split, labels[ids])
     return tuple("0123456789")
@@ -223,11 +241,11 @@ def _write_digits(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
 def _write_synthetic(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
     """Write 4,096 training and 1,024 val images, each 32x32 with noise and its class's 4x4 colour pattern."""
     generator = np.random.RandomState(0)
-    patterns = generator.randint(64, 192, (10, 4, 4, 3)).repeat(8, axis=1).repeat(8, axis=2)
-    for split, count in zip(SPLITS, (4096, 1024), strict=True):
-        labels = generator.permutation(count) % 10
-        noise = generator.normal(0, 64, (count, 32, 32, 3))
-        images = np.clip(np.rint(patterns[labels] + noise), 0, 255).astype(np.uint8)
+    class_patterns = generator.randint(64, 192, (10, 4, 4, 3)).repeat(8, axis=1).repeat(8, axis=2)
+    for split, image_count in zip(SPLITS, (4096, 1024), strict=True):
+        labels = generator.permutation(image_count) % 10
+        pixel_noise = generator.normal(0, 64, (image_count, 32, 32, 3))
+        images = np.clip(np.rint(class_patterns[labels] + pixel_noise), 0, 255).astype(np.uint8)
         np.save(folder / f"{split}_images.npy", images)
         save_labels(folder, split, labels)
         beat()
@@ -237,41 +255,44 @@ def _write_synthetic(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
 # Shards
 
 
-def _find_stored_shards(data: str) -> Source:
+def _find_stored_shards(shards_url: str) -> Source:
     """Find prepared or indexed shards under an S3 prefix. Shards are downloaded when needed."""
     from onecurve.data import shards
     from onecurve.system.s3 import ObjectStore
 
-    store = ObjectStore(data)
-    manifest, content = shards.find_stored(store)
+    store = ObjectStore(shards_url)
+    manifest, manifest_bytes = shards.find_stored_manifest(store)
 
-    def read(name: str) -> bytes:
-        file_content = content if name == shards.MANIFEST else store.read(name, shards.INDEX_LIMIT)
+    def read_file(file_name: str) -> bytes:
+        if file_name == shards.MANIFEST:
+            return manifest_bytes
+        file_content = store.read(file_name, shards.INDEX_LIMIT_BYTES)
         if file_content is None:
-            raise ValueError(f"{store.url}/{name} is missing. Prepare the data again")
+            raise ValueError(f"{store.url}/{file_name} is missing. Prepare the data again")
         return file_content
 
-    return _shard_source(manifest, store.url, read)
+    return _shard_source(manifest, store.url, read_file)
 
 
-def _shard_source(manifest: "ShardManifest", location: str, read: Callable[[str], bytes]) -> Source:
+def _shard_source(manifest: "ShardManifest", location: str, read_file: Callable[[str], bytes]) -> Source:
     """Return the source for prepared or indexed shards.
 
     Args:
         manifest: Manifest of the shards.
         location: Folder that contains the manifest, or s3://bucket/prefix.
-        read: Function that returns the content of a file next to the manifest, by file name.
+        read_file: Function that returns the content of a file next to the manifest, by file name.
     """
     from onecurve.data import shards
 
     def write(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
-        (folder / shards.MANIFEST).write_bytes(read(shards.MANIFEST))
+        (folder / shards.MANIFEST).write_bytes(read_file(shards.MANIFEST))
         for split in manifest.splits:
-            name = shards.index_name(split)
-            content = run_with_heartbeat(partial(read, name), beat)
-            rows = shards.parse_shard_index(content, manifest, split, f"{location}/{name}")
-            (folder / name).write_bytes(content)
-            save_labels(folder, split, rows[:, 3])
+            index_file = shards.index_file_name(split)
+            index_bytes = run_with_heartbeat(partial(read_file, index_file), beat)
+            index_location = f"{location}/{index_file}"
+            index_rows = shards.parse_shard_index(index_bytes, manifest, split, index_location)
+            (folder / index_file).write_bytes(index_bytes)
+            save_labels(folder, split, index_rows[:, shards.LABEL_COLUMN])
             beat()
         return manifest.classes
 
@@ -282,78 +303,85 @@ def _shard_source(manifest: "ShardManifest", location: str, read: Callable[[str]
 # Tables
 
 
-def _lone_table_source(file: Path, columns: Columns) -> Source:
-    if file.suffix.lower() in class_folders.LIST_EXTENSIONS:
+def _lone_table_source(table_path: Path, columns: Columns) -> Source:
+    if table_path.suffix.lower() in class_folders.LIST_EXTENSIONS:
         from onecurve.data.lists import read_list
 
-        return _list_source(file.stem, file.parent, file, read_list(file, columns))
-    return _table_files_source(file, {"train": [file]}, "{file}", columns)
+        listed_images = read_list(table_path, columns)
+        return _list_source(table_path.stem, table_path.parent, table_path, listed_images)
+    return _table_files_source(table_path, {"train": [table_path]}, "{file}", columns)
 
 
 def _table_files_source(
-    root: Path, files: dict[str, list[Path]], name_format: str, columns: Columns
+    root: Path, files_by_split: dict[str, list[Path]], name_format: str, columns: Columns
 ) -> Source:
-    tables = {split: [Table(str(file), file) for file in paths] for split, paths in files.items()}
-    return _table_source(str(root), root.name, tables, files, name_format, columns)
+    tables_by_split = {
+        split: [Table(str(path), path) for path in paths] for split, paths in files_by_split.items()
+    }
+    return _table_source(str(root), root.name, tables_by_split, files_by_split, name_format, columns)
 
 
-def _hub_source(data: str, loaded: dict[str, Any], columns: Columns) -> Source:
-    name = data.removeprefix("hub:")
-    tables = {split: [Table(f"{name}'s {split} split", rows.data.table)] for split, rows in loaded.items()}
-    files = {split: [Path(file["filename"]) for file in rows.cache_files] for split, rows in loaded.items()}
-    return _table_source(data, name, tables, files, "{split} {k}", columns)
+def _hub_source(data_flag: str, data_set_by_split: dict[str, Any], columns: Columns) -> Source:
+    name = data_flag.removeprefix("hub:")
+    tables_by_split, files_by_split = {}, {}
+    for split, data_set in data_set_by_split.items():
+        tables_by_split[split] = [Table(f"{name}'s {split} split", data_set.data.table)]
+        files_by_split[split] = [Path(cache_file["filename"]) for cache_file in data_set.cache_files]
+    return _table_source(data_flag, name, tables_by_split, files_by_split, "{split} {index}", columns)
 
 
 def _table_source(
-    data: str,
+    data_flag: str,
     name: str,
-    tables: dict[str, list[Table]],
-    files: dict[str, list[Path]],
+    tables_by_split: dict[str, list[Table]],
+    files_by_split: dict[str, list[Path]],
     name_format: str,
     columns: Columns,
 ) -> Source:
     """Return the source for tables.
 
     Args:
-        data: Value of `--data` shown in error messages.
+        data_flag: Value of `--data` shown in error messages.
         name: Name of the data set.
-        tables: Tables of each split, by split name.
-        files: Table files of each split, by split name.
+        tables_by_split: Tables of each split, by split name.
+        files_by_split: Table files of each split, by split name.
         name_format: Format string for a file's name in the cache key. The name must not change if the data is
             moved.
         columns: Columns that the flags specify.
     """
-    if "train" not in tables:
-        raise ValueError(
-            f"--data {data} contains no train split. Available splits: {some_of(list(tables)) or 'none'}"
-        )
-    used = used_splits(tables)
-    splits = {key: tables[split] for key, split in used.items()}
+    if "train" not in tables_by_split:
+        available_splits = some_of(list(tables_by_split)) or "none"
+        raise ValueError(f"--data {data_flag} contains no train split. Available splits: {available_splits}")
+    split_by_role = used_splits(tables_by_split)
+    tables_by_role = {role: tables_by_split[split] for role, split in split_by_role.items()}
+    named_files = []
+    for role, split in split_by_role.items():
+        for index, path in enumerate(files_by_split[split]):
+            file_name = name_format.format(split=role, index=index, file=path.name, folder=path.parent.name)
+            named_files.append((file_name, path))
+    display_names = {split: split for split in tables_by_split}
     return Source(
         name,
-        tuple(
-            (name_format.format(split=key, k=k, file=file.name, folder=file.parent.name), file)
-            for key, split in used.items()
-            for k, file in enumerate(files[split])
-        ),
-        lambda folder, beat: write_tables(splits, columns, folder, beat),
-        VAL_NAMES.get(used.get("val", "")),
-        used.get("test"),
+        tuple(named_files),
+        lambda folder, beat: write_tables(tables_by_role, columns, folder, beat),
+        VAL_NAMES.get(split_by_role.get("val", "")),
+        split_by_role.get("test"),
         hashes=(f"columns {list(columns)}",) if any(columns) else (),
         is_table=True,
-        left_out=", ".join(_left_out({split: split for split in tables}, used)),
+        left_out=", ".join(_unused_split_notes(display_names, split_by_role)),
     )
 
 
-def _left_out(names: dict[str, str], used: dict[str, str]) -> list[str]:
+def _unused_split_notes(display_names: dict[str, str], split_by_role: dict[str, str]) -> list[str]:
     """Return a note about each unused split.
 
     Args:
-        names: Displayed name of each split, by split name.
-        used: Splits that are read, from `used_splits`.
+        display_names: Displayed name of each split, by split name.
+        split_by_role: Splits that are read, from `used_splits`.
     """
-    reason = f" ({names[used['val']]} is used instead)" if "val" in used else ""
-    return [name + reason for split, name in names.items() if split not in used.values()]
+    reason = f" ({display_names[split_by_role['val']]} is used instead)" if "val" in split_by_role else ""
+    read_splits = split_by_role.values()
+    return [name + reason for split, name in display_names.items() if split not in read_splits]
 
 
 # Image files
@@ -361,77 +389,85 @@ def _left_out(names: dict[str, str], used: dict[str, str]) -> list[str]:
 
 def find_class_folders(root: Path) -> Source:
     """Find the images in class folders, with or without split folders."""
-    left_out = IgnoredFiles()
-    folders, images = class_folders.list_splits(root, left_out)
-    used = used_splits(images)
-    splits = {
-        key: [
-            (name, os.path.join(folders[split], name, path))
-            for name, paths in images[split].items()
+    ignored_files = IgnoredFiles()
+    folder_by_split, classes_by_split = class_folders.list_splits(root, ignored_files)
+    split_by_role = used_splits(classes_by_split)
+    images_by_role = {
+        role: [
+            (class_name, os.path.join(folder_by_split[split], class_name, path))
+            for class_name, paths in classes_by_split[split].items()
             for path in paths
         ]
-        for key, split in used.items()
+        for role, split in split_by_role.items()
     }
-    unused = _left_out({split: f"{name}/" for split, name in folders.items()}, used)
-    if folders["train"] and (other_folders := class_folders.folders_beside_splits(root)):
-        names = some_of([f"{name}/" for name in other_folders], 3)
-        unused.append(f"{names} ({folders['train']}/ is a split)")
-    ignored = ", ".join(filter(None, (str(left_out), *unused)))
-    classes = sorted(images["train"])
-    source = _file_source(root.name, root, classes, splits, used, ignored)
-    if len(classes) > 1 or folders["train"]:
+    display_names = {split: f"{folder}/" for split, folder in folder_by_split.items()}
+    ignored_folders = _unused_split_notes(display_names, split_by_role)
+    if folder_by_split["train"] and (other_folders := class_folders.folders_beside_splits(root)):
+        other_names = some_of([f"{folder}/" for folder in other_folders], 3)
+        ignored_folders.append(f"{other_names} ({folder_by_split['train']}/ is a split)")
+    left_out = ", ".join(filter(None, (str(ignored_files), *ignored_folders)))
+    classes = sorted(classes_by_split["train"])
+    source = _file_source(root.name, root, classes, images_by_role, split_by_role, left_out)
+    if len(classes) > 1 or folder_by_split["train"]:
         return source
-    (name,) = classes
-    paths = images["train"][name]
-    return replace(source, training_problem=class_folders.training_problem(root, name, paths))
+    (only_class,) = classes
+    paths = classes_by_split["train"][only_class]
+    return replace(source, training_problem=class_folders.training_problem(root, only_class, paths))
 
 
-def _find_metadata(root: Path, files: dict[str, Path], columns: Columns) -> Source:
+def _find_listed_images(root: Path, list_by_split: dict[str, Path], columns: Columns) -> Source:
     """Find the images listed in the split folders' image lists."""
     from onecurve.data.lists import read_list
 
-    rows = [
-        row._replace(file=os.path.join(path.parent.name, row.file))
-        for split, path in files.items()
-        for row in read_list(path, columns, split)
+    listed_images = [
+        image._replace(file=os.path.join(list_path.parent.name, image.file))
+        for split, list_path in list_by_split.items()
+        for image in read_list(list_path, columns, split)
     ]
-    source, listed = _list_source(root.name, root, root, rows), {row.split for row in rows}
-    folders = class_folders.split_folders(root)
-    unlabeled = [f"{folder}/ without labels" for split, folder in folders.items() if split not in listed]
-    return replace(source, left_out=", ".join(filter(None, (source.left_out, *unlabeled))))
+    source = _list_source(root.name, root, root, listed_images)
+    listed_splits = {image.split for image in listed_images}
+    folder_by_split = class_folders.split_folders(root)
+    unlabeled_folders = [folder for split, folder in folder_by_split.items() if split not in listed_splits]
+    unlabeled_notes = [f"{folder}/ without labels" for folder in unlabeled_folders]
+    return replace(source, left_out=", ".join(filter(None, (source.left_out, *unlabeled_notes))))
 
 
-def _list_source(name: str, root: Path, data: Path, rows: "list[ListedImage]") -> Source:
+def _list_source(name: str, root: Path, data_path: Path, listed_images: "list[ListedImage]") -> Source:
     """Return the source for listed image files.
 
     Args:
         name: Name of the data set.
-        root: Base folder of the relative paths in the rows.
-        data: Data path shown in error messages.
-        rows: Rows of all image lists.
+        root: Base folder of the images' relative paths.
+        data_path: Data path shown in error messages.
+        listed_images: Rows of all image lists.
     """
-    listed = {row.split for row in rows}
-    used = used_splits(listed)
-    if "train" not in listed:
-        raise ValueError(f"--data {data}: none of the {len(rows):,} rows belongs to the train split")
-    splits = {
-        key: [(row.label, row.file) for row in rows if row.split == split] for key, split in used.items()
+    listed_splits = {image.split for image in listed_images}
+    if "train" not in listed_splits:
+        problem = f"none of the {len(listed_images):,} rows belongs to the train split"
+        raise ValueError(f"--data {data_path}: {problem}")
+    split_by_role = used_splits(listed_splits)
+    images_by_role = {
+        role: [(image.label, image.file) for image in listed_images if image.split == split]
+        for role, split in split_by_role.items()
     }
-    train = {label for label, _ in splits["train"]}
-    for key, split in used.items():
-        refuse_unknown_classes(f"--data {data}", split, {label for label, _ in splits[key]}, train)
-    ignored = ", ".join(_left_out({split: split for split in ("train", *VAL_NAMES) if split in listed}, used))
-    classes = sorted(train, key=int if all(map(str.isdecimal, train)) else str)
-    source = _file_source(name, root, classes, splits, used, ignored)
-    return replace(source, hashes=(repr(splits),), is_table=True)
+    train_classes = {class_name for class_name, _path in images_by_role["train"]}
+    for role, split in split_by_role.items():
+        split_classes = {class_name for class_name, _path in images_by_role[role]}
+        refuse_unknown_classes(f"--data {data_path}", split, split_classes, train_classes)
+    display_names = {split: split for split in ("train", *VAL_NAMES) if split in listed_splits}
+    left_out = ", ".join(_unused_split_notes(display_names, split_by_role))
+    are_numbers = all(map(str.isdecimal, train_classes))
+    classes = sorted(train_classes, key=int if are_numbers else str)
+    source = _file_source(name, root, classes, images_by_role, split_by_role, left_out)
+    return replace(source, hashes=(repr(images_by_role),), is_table=True)
 
 
 def _file_source(
     name: str,
     root: Path,
     classes: list[str],
-    splits: dict[str, list[tuple[str, str]]],
-    used: dict[str, str],
+    images_by_role: dict[str, list[tuple[str, str]]],
+    split_by_role: dict[str, str],
     left_out: str,
 ) -> Source:
     """Return the source for image files.
@@ -440,20 +476,20 @@ def _file_source(
         name: Name of the data set.
         root: Base folder of the image paths.
         classes: Class names in label order.
-        splits: Class name and path of each image, for each split.
-        used: Splits that are read, from `used_splits`.
+        images_by_role: Class name and path of each image, by role ("train", "val" or "test").
+        split_by_role: Splits that are read, from `used_splits`.
         left_out: Description of the ignored files, including the reasons.
     """
 
     def write(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
-        label_of = {name: label for label, name in enumerate(classes)}
-        for split, images in splits.items():
-            save_images(folder, split, (os.fsencode(path) for _, path in images), root)
-            save_names(folder, split, (path for _, path in images))
-            save_labels(folder, split, [label_of[name] for name, _ in images])
+        label_by_class = {class_name: label for label, class_name in enumerate(classes)}
+        for role, images in images_by_role.items():
+            save_images(folder, role, (os.fsencode(path) for _class_name, path in images), root)
+            save_names(folder, role, (path for _class_name, path in images))
+            save_labels(folder, role, [label_by_class[class_name] for class_name, _path in images])
             beat()
         return tuple(classes)
 
-    files = tuple((path, root / path) for images in splits.values() for _, path in images)
-    val_name = VAL_NAMES.get(used.get("val", ""))
-    return Source(name, files, write, val_name, used.get("test"), root=root, left_out=left_out)
+    named_files = tuple((path, root / path) for images in images_by_role.values() for _, path in images)
+    val_name = VAL_NAMES.get(split_by_role.get("val", ""))
+    return Source(name, named_files, write, val_name, split_by_role.get("test"), root=root, left_out=left_out)

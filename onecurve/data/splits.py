@@ -19,19 +19,26 @@ from torch import Tensor
 
 from onecurve.data.crops import CROP_SCALE
 from onecurve.data.encoded import ArrayImages, CachedImages, EncodedImages
-from onecurve.data.names import NAMES_LIMIT_BYTES, NameOf, names_file, open_names, read_names, without_names
-from onecurve.data.workers import MicroBatch, decoded, in_flight
+from onecurve.data.names import (
+    NAMES_LIMIT_BYTES,
+    NameLookup,
+    names_file_name,
+    open_names,
+    read_names,
+    without_names,
+)
+from onecurve.data.workers import MicroBatch, decoded_batches, max_items_in_flight
 from onecurve.flags.recipe import Batch, ImageRecipe, parse_fold
 from onecurve.models.preprocessing import IMAGENET_CROP, Crop
-from onecurve.numerics.augment import FLIP, gather, moved_pixels, moves, send
-from onecurve.numerics.order import Plan, Shuffled, Streamed, hashes, uniforms
+from onecurve.numerics.augment import FLIP, gather_pixels, moved_pixel_indices, random_moves, send
+from onecurve.numerics.order import Plan, Shuffled, Streamed, sample_hashes, uniforms
 from onecurve.system.env import processes_per_host
 
 if TYPE_CHECKING:  # these modules are imported at run time only for shards
     from onecurve.data.shard_cache import ShardCache
     from onecurve.data.shards import ShardManifest
 
-SENT_AHEAD = 64  # number of micro-batches whose labels and pixel positions are copied to the device at once
+BATCHES_SENT_AHEAD = 64  # number of micro-batches whose labels and pixel positions are sent at once
 
 
 class SplitPart(NamedTuple):
@@ -40,26 +47,26 @@ class SplitPart(NamedTuple):
     Attributes:
         split: Name of the stored split that contains the images, for example "train".
         labels: Labels of the images, int64 [N].
-        file: File that contains the images' ids in the stored split, int64 [N], or None for all stored
+        ids_file: File that contains the images' ids in the stored split, int64 [N], or None for all stored
             images.
         folder: Cache folder of the data set.
     """
 
     split: str
     labels: np.ndarray
-    file: Path | None = None
+    ids_file: Path | None = None
     folder: Path | None = None
 
     def stored(self, ids: np.ndarray) -> np.ndarray:
         """Convert sample ids in this part to image ids in the stored split."""
-        return ids if self.file is None else np.load(self.file)[ids]
+        return ids if self.ids_file is None else np.load(self.ids_file)[ids]
 
-    def names(self) -> NameOf:
+    def names(self) -> NameLookup:
         """Return a function that maps image ids in the stored split to image names."""
         if self.folder is None:
             return without_names
-        count = len(np.load(self.folder / f"{self.split}_labels.npy", mmap_mode="r"))
-        return open_names(self.folder / names_file(self.split), count)
+        stored_labels = np.load(self.folder / f"{self.split}_labels.npy", mmap_mode="r")
+        return open_names(self.folder / names_file_name(self.split), len(stored_labels))
 
 
 def hold_out(folder: Path, holdout: float | str) -> None:
@@ -69,17 +76,17 @@ def hold_out(folder: Path, holdout: float | str) -> None:
         folder: Cache folder of the data set.
         holdout: Share (below 1), number of images, or fold to hold out.
     """
-    is_held_out = held_out(np.load(folder / "train_labels.npy"), holdout)
-    np.save(part_file(folder, "train"), np.flatnonzero(~is_held_out))
-    np.save(part_file(folder, "val"), np.flatnonzero(is_held_out))
+    is_held_out = held_out_mask(np.load(folder / "train_labels.npy"), holdout)
+    np.save(part_ids_path(folder, "train"), np.flatnonzero(~is_held_out))
+    np.save(part_ids_path(folder, "val"), np.flatnonzero(is_held_out))
 
 
-def part_file(folder: Path, part: str) -> Path:
+def part_ids_path(folder: Path, part: str) -> Path:
     """Return the path of the file with the training ("train") or held-out ("val") image ids, int64 [n]."""
     return folder / f"{part}_part.npy"
 
 
-def held_out(labels: np.ndarray, holdout: float | str) -> np.ndarray:
+def held_out_mask(labels: np.ndarray, holdout: float | str) -> np.ndarray:
     """Choose images to hold out by a fixed hash of the image ids, with the same share from each class.
 
     The choice does not depend on the seed. Each class keeps at least one training image.
@@ -94,54 +101,57 @@ def held_out(labels: np.ndarray, holdout: float | str) -> np.ndarray:
     Raises:
         ValueError: If there are too few images to divide.
     """
-    count, sizes, is_held_out = len(labels), np.bincount(labels), np.zeros(len(labels), bool)
+    image_count, class_sizes = len(labels), np.bincount(labels)
+    is_held_out, id_hashes = np.zeros(image_count, bool), sample_hashes(image_count)
     if isinstance(holdout, str):  # fold sizes differ by at most one image, in total and per class
-        fold, folds = parse_fold(holdout)
-        if folds > count or 1 in sizes:
+        fold, fold_count = parse_fold(holdout)
+        if fold_count > image_count or 1 in class_sizes:
             raise ValueError(
-                f"--fold {holdout} needs at least as many training images as folds, and more than one image"
-                f" in each class. The training split contains {count:,} images, with {sizes.min()} in the"
-                " smallest class"
+                f"--fold {holdout} needs at least as many training images as folds,"
+                " and more than one image in each class. The training split contains"
+                f" {image_count:,} images, with {class_sizes.min()} in the smallest class"
             )
-        is_held_out[np.lexsort((hashes(count), labels))[fold - 1 :: folds]] = True
+        ids_by_class = np.lexsort((id_hashes, labels))
+        is_held_out[ids_by_class[fold - 1 :: fold_count]] = True
         return is_held_out
-    target = round(holdout * count) if holdout < 1 else int(holdout)
-    spare_images = np.maximum(sizes - 1, 0)
-    if not 0 < target <= spare_images.sum():
+    held_out_count = round(holdout * image_count) if holdout < 1 else int(holdout)
+    spare_per_class = np.maximum(class_sizes - 1, 0)  # number of images per class that may be held out
+    if not 0 < held_out_count <= spare_per_class.sum():
         raise ValueError(
-            f"--holdout {holdout:g} holds out {target:,} of {count:,} training images. Choose a value that"
-            f" holds out 1 to {spare_images.sum():,} images, because each class must keep at least one"
-            " training image"
+            f"--holdout {holdout:g} holds out {held_out_count:,} of {image_count:,} training images."
+            f" Choose a value that holds out 1 to {spare_per_class.sum():,} images,"
+            " because each class must keep at least one training image"
         )
-    exact_shares = sizes * target / count
-    shares = np.minimum(exact_shares.astype(np.int64), spare_images)
+    exact_per_class = class_sizes * held_out_count / image_count
+    held_out_per_class = np.minimum(exact_per_class.astype(np.int64), spare_per_class)
     # Hold out more images of the classes that are furthest below their exact share
-    while (missing := target - shares.sum()) > 0:
-        open_classes = np.flatnonzero(shares < spare_images)
-        order = np.argsort(shares[open_classes] - exact_shares[open_classes], kind="stable")
-        shares[open_classes[order[:missing]]] += 1
-    order = hashes(count)
-    for label in np.flatnonzero(shares):
-        ids = np.flatnonzero(labels == label)
-        is_held_out[ids[np.argsort(order[ids], kind="stable")[: shares[label]]]] = True
+    while (missing_count := held_out_count - held_out_per_class.sum()) > 0:
+        open_classes = np.flatnonzero(held_out_per_class < spare_per_class)
+        excess_per_class = held_out_per_class[open_classes] - exact_per_class[open_classes]
+        neediest_first = open_classes[np.argsort(excess_per_class, kind="stable")]
+        held_out_per_class[neediest_first[:missing_count]] += 1
+    for label in np.flatnonzero(held_out_per_class):
+        class_ids = np.flatnonzero(labels == label)
+        ids_by_hash = class_ids[np.argsort(id_hashes[class_ids], kind="stable")]
+        is_held_out[ids_by_hash[: held_out_per_class[label]]] = True
     return is_held_out
 
 
 class ArraySplit(Shuffled):
     """Split stored as a memory-mapped array of decoded images, uint8 [stored images, H, W, 3]."""
 
-    cropped = False
+    cropped = False  # whether batches() yields crops of the images
     part: SplitPart
     mirror = False  # whether training flips images
 
     def __init__(self, images: np.ndarray, part: SplitPart):
         super().__init__(len(part.labels))
         self.images, self.labels = images, part.labels
-        # Array rows of the split; None means all rows
-        self.rows = None if part.file is None else np.load(part.file)
-        self._on_device: dict[torch.device, Tensor | None] = {}
+        # Rows of `images` that belong to the split; None means all rows
+        self.image_rows = None if part.ids_file is None else np.load(part.ids_file)
+        self._images_by_device: dict[torch.device, Tensor | None] = {}  # None if the images do not fit
 
-    def names(self) -> NameOf:
+    def names(self) -> NameLookup:
         return self.part.names()
 
     @property
@@ -168,71 +178,85 @@ class ArraySplit(Shuffled):
         apply only to encoded images.
         """
         device = torch.device(device)
-        if device not in self._on_device:
-            self._on_device[device] = self._copy_to_device(device)
-        resident_images = self._on_device[device]
-        for epoch, ids, labels, indices in self._send_ahead(plan, device, train, seed):
+        if device not in self._images_by_device:
+            self._images_by_device[device] = self._copy_to_device(device)
+        resident_images = self._images_by_device[device]
+        for epoch, ids, labels, pixel_indices in self._send_labels_and_indices(plan, device, train, seed):
             images = self._read_images(ids, device) if resident_images is None else resident_images
             if train:
-                images = gather(images, *indices)
+                images = gather_pixels(images, *pixel_indices)
             elif resident_images is not None:
-                images = images.index_select(0, *indices)
+                images = images.index_select(0, *pixel_indices)
             yield MicroBatch(epoch, ids, images, labels)
 
-    def _send_ahead(
+    def _send_labels_and_indices(
         self, plan: Plan, device: torch.device, train: bool, seed: int
     ) -> Iterator[tuple[int, np.ndarray, Tensor, list[Tensor]]]:
         """Yield the epoch, ids, labels and pixel indices of each micro-batch.
 
-        In evaluation, the indices are array rows. In training, the indices are the result of moved_pixels().
-        The labels and positions of up to SENT_AHEAD micro-batches are sent to the device in one copy of 40
-        bytes per image. On the device, labels, positions and indices occupy 40 + 4 * (H + W) bytes per image.
+        In evaluation, the indices are array rows. In training, the indices are the result of
+        moved_pixel_indices(). The labels and positions of up to BATCHES_SENT_AHEAD micro-batches are sent to
+        the device in one copy of 40 bytes per image. On the device, labels, positions and indices occupy
+        40 + 4 * (H + W) bytes per image.
         """
-        # 4 pixels for a 32-pixel image
-        resident_images, pad = self._on_device[device], min(self.size[0] // 8, self.size[1] - 1)
-        for epoch, items in groupby(plan, itemgetter(0)):
-            while batch_group := [ids for _, ids in islice(items, SENT_AHEAD)]:
-                ids, sizes = np.concatenate(batch_group), [len(batch_ids) for batch_ids in batch_group]
-                rows = np.concatenate([np.arange(size) for size in sizes]) if resident_images is None else ids
-                moved = list(moves(uniforms(seed, epoch, ids, FLIP.stop), pad, self.mirror)) if train else []
-                sent = send(torch.from_numpy(np.stack([self.labels[ids], rows, *moved])), device)
-                indices: tuple[Tensor, ...] = (sent[1],)
+        resident_images, (height, width) = self._images_by_device[device], self.size
+        max_shift = min(height // 8, width - 1)  # 4 pixels for a 32-pixel image
+        for epoch, epoch_items in groupby(plan, itemgetter(0)):
+            while id_batches := [ids for _, ids in islice(epoch_items, BATCHES_SENT_AHEAD)]:
+                all_ids, batch_sizes = np.concatenate(id_batches), [len(ids) for ids in id_batches]
+                image_rows = all_ids
+                if resident_images is None:  # each micro-batch is read into a separate array
+                    image_rows = np.concatenate([np.arange(batch_size) for batch_size in batch_sizes])
+                drawn_moves = list[np.ndarray]()
                 if train:
-                    count = max(sizes) if resident_images is None else len(resident_images)
-                    indices = moved_pixels(sent[1], sent[2:], (count, *self.images.shape[1:]))
-                tensors = (tensor.split(sizes) for tensor in (sent[0], *indices))
-                for ids, labels, *batch_indices in zip(batch_group, *tensors, strict=True):
+                    draws = uniforms(seed, epoch, all_ids, FLIP.stop)
+                    drawn_moves = list(random_moves(draws, max_shift, self.mirror))
+                labels_rows_and_moves = np.stack([self.labels[all_ids], image_rows, *drawn_moves])
+                sent_values = send(torch.from_numpy(labels_rows_and_moves), device)
+                sent_labels, sent_rows, sent_moves = sent_values[0], sent_values[1], sent_values[2:]
+                pixel_indices: tuple[Tensor, ...] = (sent_rows,)
+                if train:
+                    source_count = max(batch_sizes) if resident_images is None else len(resident_images)
+                    source_shape = (source_count, *self.images.shape[1:])
+                    pixel_indices = moved_pixel_indices(sent_rows, sent_moves, source_shape)
+                split_tensors = (tensor.split(batch_sizes) for tensor in (sent_labels, *pixel_indices))
+                for ids, labels, *batch_indices in zip(id_batches, *split_tensors, strict=True):
                     yield epoch, ids, labels, batch_indices
 
     def _read_images(self, ids: np.ndarray, device: torch.device) -> Tensor:
         """Copy images from the memory-mapped array to the device, uint8 [b, H, W, 3]."""
         # The pinned memory may be released at once, because torch's caching allocator reuses such memory only
         # after the copy ends.
-        pinned = device.type == "cuda"
-        images = torch.empty(len(ids), *self.images.shape[1:], dtype=torch.uint8, pin_memory=pinned)
+        is_pinned, batch_shape = device.type == "cuda", (len(ids), *self.images.shape[1:])
+        batch_images = torch.empty(batch_shape, dtype=torch.uint8, pin_memory=is_pinned)
+        image_rows = ids if self.image_rows is None else self.image_rows[ids]
         # mode="clip" avoids the second copy that the default mode makes.
-        np.take(self.images, ids if self.rows is None else self.rows[ids], 0, images.numpy(), mode="clip")
-        return send(images, device)
+        np.take(self.images, image_rows, axis=0, out=batch_images.numpy(), mode="clip")
+        return send(batch_images, device)
 
     def _copy_to_device(self, device: torch.device) -> Tensor | None:
         """Return the images on a CUDA device, or None if they exceed a quarter of its free memory."""
-        size_bytes = len(self) * self.images.strides[0]
-        if device.type == "cuda" and size_bytes <= torch.cuda.mem_get_info(device)[0] // 4:
-            return torch.from_numpy(self.images if self.rows is None else self.images[self.rows]).to(device)
-        return None
+        if device.type != "cuda":
+            return None
+        free_bytes, _total_bytes = torch.cuda.mem_get_info(device)
+        needed_bytes = len(self) * self.images.strides[0]
+        if needed_bytes > free_bytes // 4:
+            return None
+        images = self.images if self.image_rows is None else self.images[self.image_rows]
+        return torch.from_numpy(images).to(device)
 
 
 class EncodedSplit(Shuffled):
     """Split of encoded images."""
 
-    cropped = True
+    cropped = True  # whether batches() yields crops of the images
     part: SplitPart
     mirror = False  # whether training flips crops
-    open: Callable[[], EncodedImages]
+    open_images: Callable[[], EncodedImages]
     labels: np.ndarray  # labels of the images, int64 [N]
-    skip: bool  # whether training skips broken images
+    skips_broken: bool  # whether training skips broken images
 
-    def names(self) -> NameOf:
+    def names(self) -> NameLookup:
         return self.part.names()
 
     def batches(
@@ -264,24 +288,24 @@ class EncodedSplit(Shuffled):
             ValueError: If an image is broken, or a shard can't be fetched from S3. The message contains the
                 name of the image or shard.
         """
-        with self._fetched(plan, train, workers) as plan:
-            yield from decoded(
-                self.open,
+        with self._fetch_images_ahead(plan, train, workers) as fetched_plan:
+            yield from decoded_batches(
+                self.open_images,
                 self.labels,
-                plan,
+                fetched_plan,
                 device=torch.device(device),
                 train=train,
-                size=size,
+                crop_size=size,
                 seed=seed,
-                workers=workers,
-                skip=self.skip and train,
-                flip=self.mirror and train,
+                worker_count=workers,
+                skip_broken=self.skips_broken and train,
+                flip_randomly=self.mirror and train,
                 crop=crop,
                 crop_scale=crop_scale,
             )
 
     @contextmanager
-    def _fetched(self, plan: Plan, train: bool, workers: int) -> Iterator[Plan]:
+    def _fetch_images_ahead(self, plan: Plan, train: bool, workers: int) -> Iterator[Plan]:
         """Provide an iterator over the plan that yields each item once its images are on this host."""
         yield plan
 
@@ -289,10 +313,10 @@ class EncodedSplit(Shuffled):
 class FileSplit(EncodedSplit):
     """Split of encoded images (cached bytes, or files) that differ in size or do not fit into memory."""
 
-    def __init__(self, folder: Path, part: SplitPart, skip: bool = False):
+    def __init__(self, folder: Path, part: SplitPart, skips_broken: bool = False):
         super().__init__(len(part.labels))
-        self.open = partial(CachedImages, folder, part.split, part.file)
-        self.labels, self.skip = part.labels, skip
+        self.open_images = partial(CachedImages, folder, part.split, part.ids_file)
+        self.labels, self.skips_broken = part.labels, skips_broken
 
 
 class CroppedSplit(EncodedSplit):
@@ -301,8 +325,8 @@ class CroppedSplit(EncodedSplit):
     def __init__(self, split: ArraySplit):
         super().__init__(len(split))
         assert isinstance(split.images, np.memmap)
-        self.open = partial(ArrayImages, str(split.images.filename), split.rows)
-        self.labels, self.part, self.mirror, self.skip = split.labels, split.part, split.mirror, False
+        self.open_images = partial(ArrayImages, str(split.images.filename), split.image_rows)
+        self.labels, self.part, self.mirror, self.skips_broken = split.labels, split.part, split.mirror, False
 
 
 class ShardSplit(EncodedSplit):
@@ -329,111 +353,122 @@ class ShardSplit(EncodedSplit):
         cache: "ShardCache | None",
         evaluated_split: "ShardSplit | None" = None,
     ):
-        from onecurve.data.shards import ShardImages, index_name
+        from onecurve.data.shards import ShardImages, index_file_name
 
         super().__init__(len(part.labels))
-        self.index, self.ids, self.labels = folder / index_name(part.split), part.file, part.labels
+        self.index_path, self.ids_file = folder / index_file_name(part.split), part.ids_file
+        self.labels = part.labels
         self.location = location
         self.shards, self.cache = manifest.shards_in(part.split), cache
         self.evaluated_split = evaluated_split
-        self.skip, self.workers = recipe.on_bad_image == "skip", recipe.workers
-        self.samples: Shuffled | Streamed = Shuffled(len(self))  # sample order in training
+        self.skips_broken, self.worker_count = recipe.on_bad_image == "skip", recipe.workers
+        self.ordered_samples: Shuffled | Streamed = Shuffled(len(self))  # sample order in training
         if evaluated_split and manifest.kind != "index":
             assert recipe.streams is not None
-            counts = [shard.images for shard in self.shards]
-            if part.file is not None:
-                counts = np.bincount(self.rows[:, 0], minlength=len(counts)).tolist()
-            self.samples = Streamed(counts, recipe.streams, recipe.shuffle_window)
+            images_per_shard = [shard.images for shard in self.shards]
+            if part.ids_file is not None:
+                images_per_shard = np.bincount(self.shard_indices, minlength=len(self.shards)).tolist()
+            self.ordered_samples = Streamed(images_per_shard, recipe.streams, recipe.shuffle_window)
         # Fraction of this split that is evaluated. --max_val_images may reduce it
-        share = min(1.0, (recipe.max_val_images or math.inf) / len(self))
-        self.evaluated_share = 1.0 if evaluated_split else share
-        files = (cache.path(shard.file) if cache else Path(location) / shard.file for shard in self.shards)
+        limited_share = min(1.0, (recipe.max_val_images or math.inf) / len(self))
+        self.evaluated_share = 1.0 if evaluated_split else limited_share
+        shard_path = cache.shard_path if cache else Path(location).joinpath
+        shard_paths = [shard_path(shard.file) for shard in self.shards]
         # Function that opens the images in an ids file, or all images if the argument is None
-        self.open_images = partial(ShardImages, self.index, tuple(map(str, files)))
-        self.open = partial(self.open_images, part.file)
+        self.open_stored_images = partial(ShardImages, self.index_path, tuple(map(str, shard_paths)))
+        self.open_images = partial(self.open_stored_images, part.ids_file)
 
-    def check(self, batch: Batch) -> None:
+    def check_batch(self, batch: Batch) -> None:
         """Raise ValueError if the batch doesn't match the streams, or if the cache can't hold the shards."""
-        self.samples.check(batch)
-        if self.cache is None or not isinstance(self.samples, Streamed):
+        self.ordered_samples.check_batch(batch)
+        if self.cache is None or not isinstance(self.ordered_samples, Streamed):
             return
         needed_bytes = self.needed_bytes(batch)
         if needed_bytes > self.cache.limit_bytes:
-            enough_gib = math.ceil(needed_bytes / 2**30 * 1000) / 1000
+            enough_gib = math.ceil(needed_bytes / 2**30 * 1000) / 1000  # rounded up to 0.001 GiB
             raise ValueError(
-                f"--cache_gib {self.cache.limit_bytes / 2**30:g} is too small for the shards that a host"
-                " reads at once for its streams' windows and an evaluation. Use --cache_gib"
-                f" {enough_gib:g}, reduce --shuffle_window or --streams, or prepare smaller shards"
+                f"--cache_gib {self.cache.limit_bytes / 2**30:g} is too small"
+                " for the shards that a host reads at once for its streams' windows and an evaluation."
+                f" Use --cache_gib {enough_gib:g}, reduce --shuffle_window or --streams,"
+                " or prepare smaller shards"
             )
 
     def needed_bytes(self, batch: Batch) -> int:
         """Return the maximum total size in bytes of the shards that a host reads at once."""
-        assert isinstance(self.samples, Streamed)
-        streams_per_host = self.samples.streams * processes_per_host() // batch.processes
-        steps_in_flight = math.ceil(in_flight(self.workers) / batch.accumulations)
-        images_in_flight = steps_in_flight * batch.total // self.samples.streams  # images per stream
+        assert isinstance(self.ordered_samples, Streamed)
+        streams_per_host = self.ordered_samples.streams * processes_per_host() // batch.processes
+        steps_in_flight = math.ceil(max_items_in_flight(self.worker_count) / batch.accumulations)
+        stream_images_in_flight = steps_in_flight * batch.total // self.ordered_samples.streams
         # The span covers the windows of the first and the last image in flight, and all images in between.
-        span_images = 2 * self.samples.window + images_in_flight
+        span_images = 2 * self.ordered_samples.window + stream_images_in_flight
         training_bytes = min(streams_per_host * self._span_bytes(span_images), self._span_bytes(len(self)))
         return math.ceil(training_bytes + processes_per_host() * self._evaluation_bytes(batch.per_device))
 
-    def _span_bytes(self, images: float) -> float:
-        """Return the size in bytes of shards with `images` consecutive images, plus one shard at each end."""
+    def _span_bytes(self, image_count: float) -> float:
+        """Return the size in bytes of shards with consecutive images, plus one shard at each end."""
         total_bytes = sum(shard.bytes for shard in self.shards)
         edge_bytes = 2 * max(shard.bytes for shard in self.shards)
-        return min(images / len(self) * total_bytes + edge_bytes, total_bytes)
+        return min(image_count / len(self) * total_bytes + edge_bytes, total_bytes)
 
-    def _evaluation_bytes(self, per_device: int) -> float:
+    def _evaluation_bytes(self, micro_batch_size: int) -> float:
         """Return the size in bytes of the shards that an evaluating process reads at once during training."""
-        split = self.evaluated_split
-        if split is None:
+        if self.evaluated_split is None:
             return 0
-        return split._span_bytes(in_flight(self.workers) * per_device / split.evaluated_share)
+        images_in_flight = max_items_in_flight(self.worker_count) * micro_batch_size
+        evaluated_share = self.evaluated_split.evaluated_share
+        return self.evaluated_split._span_bytes(images_in_flight / evaluated_share)
 
     def order(self, seed: int, epoch: int, batch: Batch) -> np.ndarray:
-        return self.samples.order(seed, epoch, batch)
+        return self.ordered_samples.order(seed, epoch, batch)
 
     @contextmanager
-    def _fetched(self, plan: Plan, train: bool, workers: int) -> Iterator[Plan]:
+    def _fetch_images_ahead(self, plan: Plan, train: bool, workers: int) -> Iterator[Plan]:
         from onecurve.data.shard_cache import ShardPrefetcher
 
-        items = iter(plan)
-        first = next(items, None)
-        if self.cache is None or first is None:
-            yield () if first is None else chain([first], items)
+        plan_items = iter(plan)
+        first_item = next(plan_items, None)
+        if first_item is None:
+            yield ()
             return
-        evaluation_bytes = self._evaluation_bytes(len(first[1])) if train else 0
-        plan, count = chain([first], items), in_flight(workers)
+        _epoch, first_ids = first_item
+        plan, cache = chain([first_item], plan_items), self.cache
+        if cache is None:
+            yield plan
+            return
+        evaluation_bytes = self._evaluation_bytes(len(first_ids)) if train else 0
+        max_items = max_items_in_flight(workers)
         with (
-            self.cache.reserve(evaluation_bytes) as reserved_bytes,
-            closing(ShardPrefetcher(plan, self._files_of, self.cache, reserved_bytes, count)) as available,
+            cache.reserve_share(evaluation_bytes) as share_bytes,
+            closing(ShardPrefetcher(plan, self._shard_keys_of, cache, share_bytes, max_items)) as prefetcher,
         ):
-            yield available
+            yield prefetcher
 
-    def names(self) -> NameOf:
+    def names(self) -> NameLookup:
         """Return a function that maps image ids in the stored split to image names.
 
         The names file is next to the index. For data from earlier versions, which has no names file, names
         are read from the tar headers if the shards are on a local disk.
         """
-        file, count = names_file(self.part.split), sum(shard.images for shard in self.shards)
+        file_name, image_count = names_file_name(self.part.split), sum(shard.images for shard in self.shards)
         if self.location.startswith("s3://"):
             from onecurve.system.s3 import ObjectStore
 
-            lines = ObjectStore(self.location).read(file, NAMES_LIMIT_BYTES)
-            return without_names if lines is None else read_names(lines, count, f"{self.location}/{file}")
-        if (path := Path(self.location) / file).exists():
-            return open_names(path, count)
-        return without_names if self.cache else self.open_images(None).name
+            names_content = ObjectStore(self.location).read(file_name, NAMES_LIMIT_BYTES)
+            if names_content is None:
+                return without_names
+            return read_names(names_content, image_count, f"{self.location}/{file_name}")
+        if (names_path := Path(self.location) / file_name).exists():
+            return open_names(names_path, image_count)
+        return without_names if self.cache else self.open_stored_images(None).name
 
-    def _files_of(self, ids: np.ndarray) -> set[str]:
-        return {self.shards[shard].file for shard in set(self.rows[ids, 0].tolist())}
+    def _shard_keys_of(self, ids: np.ndarray) -> set[str]:
+        return {self.shards[shard_index].file for shard_index in set(self.shard_indices[ids].tolist())}
 
     @cached_property
-    def rows(self) -> np.ndarray:
-        """Index rows of this split's images, int64 [N, 4]."""
-        rows = np.load(self.index)
-        return rows if self.ids is None else rows[np.load(self.ids)]
+    def shard_indices(self) -> np.ndarray:
+        """Index of the shard that contains each image of this split, int64 [N]."""
+        index_rows = np.load(self.index_path)
+        return (index_rows if self.ids_file is None else index_rows[np.load(self.ids_file)])[:, 0]
 
 
 Split = ArraySplit | FileSplit | ShardSplit | CroppedSplit

@@ -16,7 +16,7 @@ import numpy as np
 
 from onecurve.data.class_folders import VAL_NAMES, folder_names, refuse_unknown_classes, split_folders
 from onecurve.data.encoded import save_images, save_labels
-from onecurve.data.names import save_names_of
+from onecurve.data.names import save_names_on_read
 from onecurve.system.env import hub_problem
 from onecurve.system.files import lfs_pointer_problem
 from onecurve.system.text import printable, some_of
@@ -25,23 +25,25 @@ from onecurve.system.threads import Heartbeat, run_with_heartbeat
 if TYPE_CHECKING:
     import pyarrow
 
-HUB_DATA_SET = re.compile(r"hub:(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+))?", re.ASCII)
+HUB_DATA_SET_PATTERN = re.compile(r"hub:(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+))?", re.ASCII)
 # Usual names of image and label columns, in order of preference. A column with a different name is used only
 # if no column has a usual name.
-IMAGE_COLUMNS, LABEL_COLUMNS = ("img", "image"), ("label", "fine_label")
+USUAL_IMAGE_COLUMNS = ("img", "image")
+USUAL_LABEL_COLUMNS = ("label", "fine_label")
 OTHER_LABEL_COLUMNS = ("labels", "class", "category", "target")
-IMAGE_ROWS, LABEL_ROWS = 256, 1_000_000  # rows read per chunk
+IMAGE_ROWS_PER_CHUNK, LABEL_ROWS_PER_CHUNK = 256, 1_000_000
+MAX_REASON_LENGTH = 300  # maximum number of characters of a Hub error's reason shown in a message
 MULTI_LABEL = (
-    "Multi-label data is not supported, because the scripts train classifiers with one class per image. Keep"
-    " only one label for each image"
+    "Multi-label data is not supported, because the scripts train classifiers with one class per image."
+    " Keep only one label for each image"
 )
 
 
 class Columns(NamedTuple):
     """Columns that --image_column and --label_column specify. None detects a column by type and name."""
 
-    image: str | None = None
-    label: str | None = None
+    image: str | None = None  # name of the image column
+    label: str | None = None  # name of the label column
 
 
 DEFAULT_COLUMNS = Columns()
@@ -50,12 +52,12 @@ DEFAULT_COLUMNS = Columns()
 class Table(NamedTuple):
     """Image table in a parquet file, in an Arrow stream (.arrow), or loaded by `datasets`."""
 
-    where: str  # table name shown in error messages
+    display_name: str  # table name shown in error messages
     content: "Path | pyarrow.Table"
 
     @contextmanager
     def open(self) -> "Iterator[tuple[pyarrow.Schema, Callable[..., Iterator[pyarrow.Array]]]]":
-        """Provide the schema, and a function `read(column, n)` that yields a column in chunks of n values.
+        """Provide the schema, and a function `read_column(name, n)` that yields chunks of n values.
 
         Raises:
             ValueError: If pyarrow can't read the table. The message contains the table's name.
@@ -67,32 +69,33 @@ class Table(NamedTuple):
             if isinstance(self.content, Path) and self.content.suffix != ".arrow":
                 # The file is opened here, because pyarrow rejects file names that are not UTF-8
                 with open(self.content, "rb") as stream:
-                    file = pa.parquet.ParquetFile(stream)
+                    parquet_file = pa.parquet.ParquetFile(stream)
 
-                    def read_file(name: str, chunk_rows: int) -> "Iterator[pyarrow.Array]":
-                        return (batch.column(0) for batch in file.iter_batches(chunk_rows, columns=[name]))
+                    def read_parquet_column(name: str, chunk_rows: int) -> "Iterator[pyarrow.Array]":
+                        for batch in parquet_file.iter_batches(chunk_rows, columns=[name]):
+                            yield batch.column(0)
 
-                    yield file.schema_arrow, read_file
+                    yield parquet_file.schema_arrow, read_parquet_column
                 return
-            rows = self.content
-            if isinstance(rows, Path):
-                with open(rows, "rb") as stream:
-                    rows = pa.ipc.open_stream(stream).read_all()
+            arrow_table = self.content
+            if isinstance(arrow_table, Path):
+                with open(arrow_table, "rb") as stream:
+                    arrow_table = pa.ipc.open_stream(stream).read_all()
 
-            def read_rows(name: str, chunk_rows: int) -> "Iterator[pyarrow.Array]":
-                return (batch.column(0) for batch in rows.select([name]).to_batches(chunk_rows))
+            def read_arrow_column(name: str, chunk_rows: int) -> "Iterator[pyarrow.Array]":
+                for batch in arrow_table.select([name]).to_batches(chunk_rows):
+                    yield batch.column(0)
 
-            yield rows.schema, read_rows
+            yield arrow_table.schema, read_arrow_column
         except (pa.ArrowException, OSError) as error:
-            reason = (
-                f"{str(error).splitlines()[0].rstrip('.')}. The file may be incomplete. Download the file"
-                " again"
-            )
+            first_line = str(error).splitlines()[0].rstrip(".")
+            reason = f"{first_line}. The file may be incomplete. Download the file again"
             if isinstance(self.content, Path):
                 reason = lfs_pointer_problem(self.content) or reason
-            raise ValueError(f"{self.where} cannot be read: {reason}") from None
+            raise ValueError(f"{self.display_name} cannot be read: {reason}") from None
         except UnicodeDecodeError:
-            raise ValueError(f"{self.where} contains a name or label that is not encoded in UTF-8") from None
+            problem = "contains a name or label that is not encoded in UTF-8"
+            raise ValueError(f"{self.display_name} {problem}") from None
 
 
 # Finding tables
@@ -104,57 +107,60 @@ def parquet_files(root: Path) -> dict[str, list[Path]] | None:
     A file's split is determined by its name (train-*.parquet, val-*.parquet, validation-*.parquet,
     valid-*.parquet or test-*.parquet) or by its folder (for example train/*.parquet).
     """
-    candidates = [root, *(root / name for name in folder_names(root))]
-    for files_of in (_named_files, _files_in_folders):
-        if folders := [folder for folder in candidates if files_of(folder, "train")]:
+    candidate_folders = [root, *(root / name for name in folder_names(root))]
+    for files_of_split in (_files_named_after, _files_in_split_folder):
+        data_folders = [folder for folder in candidate_folders if files_of_split(folder, "train")]
+        if data_folders:
             break
     else:
         return None
-    if len(folders) > 1 and folders[0] != root:
-        names = [folder.name for folder in folders]
+    if len(data_folders) > 1 and data_folders[0] != root:
+        folder_list = some_of([folder.name for folder in data_folders])
         raise ValueError(
-            f"--data {root} contains several data sets ({some_of(names)}). Pass the folder of one data set"
+            f"--data {root} contains several data sets ({folder_list}). Pass the folder of one data set"
         )
-    return {split: files for split in ("train", *VAL_NAMES) if (files := files_of(folders[0], split))}
+    files_by_split = {split: files_of_split(data_folders[0], split) for split in ("train", *VAL_NAMES)}
+    return {split: files for split, files in files_by_split.items() if files}
 
 
-def is_named(file: Path, split: str) -> bool:
+def is_named_after(file: Path, split: str) -> bool:
     return re.fullmatch(rf"{split}([-.].*)?\.parquet", file.name) is not None
 
 
-def _named_files(folder: Path, split: str) -> list[Path]:
-    return sorted(file for file in folder.iterdir() if is_named(file, split))
+def _files_named_after(folder: Path, split: str) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if is_named_after(file, split))
 
 
-def _files_in_folders(folder: Path, split: str) -> list[Path]:
+def _files_in_split_folder(folder: Path, split: str) -> list[Path]:
     """Return the parquet files in a split's folder, or [] if it contains subfolders.
 
     A folder with subfolders is ignored, because it may consist of class folders and an unrelated parquet
     file.
     """
-    name = split_folders(folder).get(split)
-    return sorted((folder / name).glob("[!.]*.parquet")) if name and not folder_names(folder / name) else []
+    split_folder_name = split_folders(folder).get(split)
+    if not split_folder_name or folder_names(folder / split_folder_name):
+        return []
+    return sorted((folder / split_folder_name).glob("[!.]*.parquet"))
 
 
 def saved_files(root: Path) -> dict[str, list[Path]] | None:
     """Return each split's data files if the folder was saved by `datasets.save_to_disk`, otherwise None."""
     if (root / "state.json").is_file() and (root / "dataset_info.json").is_file():
-        folders = {"train": root}
+        folder_by_split = {"train": root}
     elif (root / "dataset_dict.json").is_file():
-        folders = {split: root / name for split, name in split_folders(root).items()}
+        folder_by_split = {split: root / name for split, name in split_folders(root).items()}
     else:
         return None
-    files = {}
-    for split, folder in folders.items():
+    files_by_split = {}
+    for split, folder in folder_by_split.items():
         if (state_file := folder / "state.json").is_file():
             try:
-                entries = json.loads(state_file.read_bytes())["_data_files"]
-                files[split] = [folder / Path(entry["filename"]).name for entry in entries]
+                file_entries = json.loads(state_file.read_bytes())["_data_files"]
+                files_by_split[split] = [folder / Path(entry["filename"]).name for entry in file_entries]
             except (ValueError, KeyError, TypeError):
-                raise ValueError(
-                    f"{state_file} does not list data files in the format that `datasets` writes"
-                ) from None
-    return files
+                problem = "does not list data files in the format that `datasets` writes"
+                raise ValueError(f"{state_file} {problem}") from None
+    return files_by_split
 
 
 def load_from_hub(data: str, beat: Heartbeat) -> dict[str, Any]:
@@ -165,27 +171,30 @@ def load_from_hub(data: str, beat: Heartbeat) -> dict[str, Any]:
     Raises:
         ValueError: If the name is invalid, or the data can't be loaded.
     """
-    match = HUB_DATA_SET.fullmatch("hub:uoft-cs/cifar10" if data == "cifar10" else data)
-    if not match:
+    name_match = HUB_DATA_SET_PATTERN.fullmatch("hub:uoft-cs/cifar10" if data == "cifar10" else data)
+    if not name_match:
         raise ValueError(f"--data {data} is invalid. Use hub:OWNER/NAME or hub:OWNER/NAME:CONFIG")
 
+    repository_name, config_name = name_match.groups()
     hub_problems = list[str]()
 
-    def load():
+    def load_data_set():
         hub_problems.append(hub_problem())  # may enable the offline mode, which `datasets` checks on import
         import datasets
 
-        return datasets.load_dataset(*match.groups())
+        return datasets.load_dataset(repository_name, config_name)
 
     try:
-        return run_with_heartbeat(load, beat)
+        return run_with_heartbeat(load_data_set, beat)
     except Exception as error:  # `datasets` raises many exception types, for example for a full disk
-        reason = " ".join(next(filter(None, (*hub_problems, str(error), type(error).__name__))).split())
-        ellipsis = " ..." if len(reason) > 300 else ""
+        first_reason = next(filter(None, (*hub_problems, str(error), type(error).__name__)))
+        reason = " ".join(first_reason.split())
+        ellipsis = " ..." if len(reason) > MAX_REASON_LENGTH else ""
         raise ValueError(
-            f"--data {data}: {match[1]} could not be loaded from the hub"
-            f" ({printable(reason[:300])}{ellipsis}). Without network access, use --data digits, or --data"
-            " FOLDER with the hub's train-*.parquet and test-*.parquet files in FOLDER"
+            f"--data {data}: {repository_name} could not be loaded from the hub"
+            f" ({printable(reason[:MAX_REASON_LENGTH])}{ellipsis})."
+            " Without network access, use --data digits, or --data FOLDER"
+            " with the hub's train-*.parquet and test-*.parquet files in FOLDER"
         ) from error
 
 
@@ -193,30 +202,30 @@ def load_from_hub(data: str, beat: Heartbeat) -> dict[str, Any]:
 
 
 def write_tables(
-    splits: dict[str, list[Table]], columns: Columns, folder: Path, beat: Heartbeat
+    tables_by_split: dict[str, list[Table]], columns: Columns, folder: Path, beat: Heartbeat
 ) -> tuple[str, ...]:
     """Store the labels and encoded images of all splits in a cache folder, and return the class names.
 
     All labels are checked before any image is read. A test split without labels is not stored. Memory use is
     limited to all labels and one row group of images.
     """
-    classes, labels = read_labels(splits, columns, beat)
-    for split, (numbers, rows) in labels.items():
-        save_labels(folder, split, numbers)
-        images = read_images(splits[split], columns, beat)
-        save_images(folder, split, save_names_of(images, folder, split), tables=rows)
-    return classes
+    class_names, labels_by_split = read_labels(tables_by_split, columns, beat)
+    for split, (labels, row_counts) in labels_by_split.items():
+        save_labels(folder, split, labels)
+        images = read_images(tables_by_split[split], columns, beat)
+        save_images(folder, split, save_names_on_read(images, folder, split), tables=row_counts)
+    return class_names
 
 
 class TableLabels(NamedTuple):
     """Labels of one split, with the row counts of its tables."""
 
     numbers: np.ndarray  # class indices, int64 [N]
-    rows: list[tuple[str, int]]  # name and row count of each table
+    row_counts: list[tuple[str, int]]  # name and row count of each table
 
 
 def read_labels(
-    splits: dict[str, list[Table]], chosen: Columns, beat: Heartbeat
+    tables_by_split: dict[str, list[Table]], chosen: Columns, beat: Heartbeat
 ) -> tuple[tuple[str, ...], dict[str, TableLabels]]:
     """Read the class names and each split's labels.
 
@@ -227,95 +236,102 @@ def read_labels(
     Raises:
         ValueError: If a label belongs to no class, or if label types or class names differ between splits.
     """
-    columns, names, rows = dict[str, _LabelColumn](), {}, {}
-    with (first_table := splits["train"][0]).open() as (
-        schema,
-        _,
-    ):  # all tables must use the same label column
-        chosen = chosen._replace(label=label_column(schema, chosen, first_table.where))
-    for split, tables in splits.items():
-        column, split_classes, counts = _read_split(split, tables, chosen, beat)
-        if split != "test" or column.values != [-1]:
-            columns[split], names[split], rows[split] = column, split_classes, counts
-    types = {type(value) for column in columns.values() for value in column.values}
-    if len(types) > 1 or (names["train"] and str in types):
-        where = some_of([table.where for split in splits.values() for table in split], 3)
+    first_table = tables_by_split["train"][0]
+    with first_table.open() as (schema, _read_column):
+        # All tables must use the same label column
+        chosen = chosen._replace(label=find_label_column(schema, chosen, first_table.display_name))
+    raw_labels_by_split = dict[str, _RawLabels]()
+    for split, tables in tables_by_split.items():
+        raw_labels = _read_raw_labels(split, tables, chosen, beat)
+        if split != "test" or raw_labels.label_values != [-1]:
+            raw_labels_by_split[split] = raw_labels
+    has_class_names = bool(raw_labels_by_split["train"].class_names)
+    all_labels = raw_labels_by_split.values()
+    label_types = {type(value) for raw_labels in all_labels for value in raw_labels.label_values}
+    if len(label_types) > 1 or (has_class_names and str in label_types):
+        table_names = [table.display_name for tables in tables_by_split.values() for table in tables]
         raise ValueError(
-            f"the labels in {where} must be either all numbers, or all names in columns without the"
-            " ClassLabel feature"
+            f"the labels in {some_of(table_names, 3)} must be either all numbers,"
+            " or all names in columns without the ClassLabel feature"
         )
-    classes = {split: names[split] or tuple(sorted(column.values)) for split, column in columns.items()}
-    train = classes["train"]
-    label_of = {name: label for label, name in enumerate(train)}
-    labels = {}
-    for split, column in columns.items():
-        where, split_classes = splits[split][0].where, classes[split]
-        if bool(names[split]) != bool(names["train"]):
-            raise ValueError(f"{where}: only one of the splits train and {split} contains class names")
-        name_of = (
-            dict(enumerate(split_classes)) if names[split] else {label: label for label in split_classes}
-        )
-        is_unknown = np.array([value not in name_of for value in column.values])[column.codes]
-        if is_unknown.any():
-            row = int(is_unknown.argmax())
+    classes_by_split = {
+        split: raw_labels.class_names or tuple(sorted(raw_labels.label_values))
+        for split, raw_labels in raw_labels_by_split.items()
+    }
+    train_classes = classes_by_split["train"]
+    train_label_by_class = {class_name: label for label, class_name in enumerate(train_classes)}
+    labels_by_split = {}
+    for split, (label_values, row_codes, class_names, row_counts) in raw_labels_by_split.items():
+        table_name, split_classes = tables_by_split[split][0].display_name, classes_by_split[split]
+        if bool(class_names) != has_class_names:
+            problem = f"only one of the splits train and {split} contains class names"
+            raise ValueError(f"{table_name}: {problem}")
+        class_by_value: dict[Any, Any] = {value: value for value in split_classes}
+        if class_names:
+            class_by_value = dict(enumerate(split_classes))
+        has_unknown_label = np.array([value not in class_by_value for value in label_values])[row_codes]
+        if has_unknown_label.any():
+            row = int(has_unknown_label.argmax())
             raise ValueError(
-                f"label {column.values[column.codes[row]]} in row {row} of the {split} split ({where}) is out"
-                f" of range for {len(split_classes)} classes (rows with such labels: {is_unknown.sum():,})"
+                f"label {label_values[row_codes[row]]} in row {row} of the {split} split ({table_name})"
+                f" is out of range for {len(split_classes)} classes"
+                f" (rows with such labels: {has_unknown_label.sum():,})"
             )
-        refuse_unknown_classes(
-            where, f"the {split} split", {str(name_of[value]) for value in column.values}, map(str, train)
-        )
+        present_classes = {str(class_by_value[value]) for value in label_values}
+        refuse_unknown_classes(table_name, f"the {split} split", present_classes, map(str, train_classes))
         # A class name may occur twice, so labels are not looked up by name if the splits' class names are
         # identical.
-        is_same = bool(names[split]) and split_classes == train
-        numbers = np.array([value if is_same else label_of[name_of[value]] for value in column.values])
-        labels[split] = TableLabels(numbers[column.codes], rows[split])
-    return tuple(map(str, train)), labels
+        if not class_names or split_classes != train_classes:
+            label_values = [train_label_by_class[class_by_value[value]] for value in label_values]
+        labels_by_split[split] = TableLabels(np.array(label_values)[row_codes], row_counts)
+    return tuple(map(str, train_classes)), labels_by_split
 
 
-class _LabelColumn(NamedTuple):
-    """Label column, stored as its distinct values and a code for each row."""
+class _RawLabels(NamedTuple):
+    """Labels of one split as stored in its tables: the distinct values and a code for each row."""
 
-    values: list[Any]  # distinct labels
-    codes: np.ndarray  # index of each row's value in `values`, int32 [N]
+    label_values: list[Any]  # distinct labels, int or str
+    row_codes: np.ndarray  # index of each row's label in `label_values`, int32 [N]
+    class_names: tuple[str, ...]  # empty if the files contain no class names
+    row_counts: list[tuple[str, int]]  # name and row count of each table
 
 
-def _read_split(
-    split: str, tables: list[Table], chosen: Columns, beat: Heartbeat
-) -> tuple[_LabelColumn, tuple[str, ...], list[tuple[str, int]]]:
+def _read_raw_labels(split: str, tables: list[Table], chosen: Columns, beat: Heartbeat) -> _RawLabels:
     """Read the labels of one split.
-
-    Returns:
-        The label column (int or str), the class names (empty if the files contain no class names), and the
-        name and row count of each table.
 
     Raises:
         ValueError: If a label is missing, labels have unsuitable types, or class names differ between tables.
     """
-    codes, names, rows, code_of = list[np.ndarray](), [], [], dict[Any, int]()
+    row_codes, row_counts, code_by_value = list[np.ndarray](), list[tuple[str, int]](), dict[Any, int]()
+    split_class_names: tuple[str, ...] | None = None
     for table in tables:
-        with table.open() as (schema, read):
-            column_name = label_column(schema, chosen, table.where)
-            names.append(tuple(_column_features(schema, table.where).get(column_name, {}).get("names") or ()))
-            chunks = [_value_codes(column, code_of, table.where) for column in read(column_name, LABEL_ROWS)]
-        table_codes = np.concatenate(chunks) if chunks else np.zeros(0, np.int32)
+        table_name = table.display_name
+        with table.open() as (schema, read_column):
+            column_name = find_label_column(schema, chosen, table_name)
+            feature = _features_by_column(schema, table_name).get(column_name, {})
+            chunks = read_column(column_name, LABEL_ROWS_PER_CHUNK)
+            chunk_codes = [_value_codes(chunk, code_by_value, table_name) for chunk in chunks]
+        table_codes = np.concatenate(chunk_codes) if chunk_codes else np.zeros(0, np.int32)
         if split == "test" and (table_codes < 0).all():
-            table_codes[:] = code_of.setdefault(-1, len(code_of))
+            table_codes[:] = code_by_value.setdefault(-1, len(code_by_value))
         if (table_codes < 0).any():
-            raise ValueError(f"row {int((table_codes < 0).argmax())} of {table.where} has no label")
-        if names[-1] != names[0]:
-            raise ValueError(f"{table.where} and {tables[0].where} contain different class names")
-        codes.append(table_codes)
-        rows.append((table.where, len(table_codes)))
+            raise ValueError(f"row {int((table_codes < 0).argmax())} of {table_name} has no label")
+        class_names = tuple(feature.get("names") or ())
+        if split_class_names is None:
+            split_class_names = class_names
+        if class_names != split_class_names:
+            raise ValueError(f"{table_name} and {tables[0].display_name} contain different class names")
+        row_codes.append(table_codes)
+        row_counts.append((table_name, len(table_codes)))
         beat()
-    if not sum(map(len, codes)):
-        names_of_tables = some_of([table.where for table in tables])
-        raise ValueError(f"the {split} split contains no images ({names_of_tables})")
-    return _LabelColumn(list(code_of), np.concatenate(codes)), names[0], rows
+    if split_class_names is None or not sum(map(len, row_codes)):
+        table_names = some_of([table.display_name for table in tables])
+        raise ValueError(f"the {split} split contains no images ({table_names})")
+    return _RawLabels(list(code_by_value), np.concatenate(row_codes), split_class_names, row_counts)
 
 
-def _value_codes(column: "pyarrow.Array", code_of: dict[Any, int], where: str) -> np.ndarray:
-    """Return the code of each row's value, int32 [n], or -1 for null, and add new values to `code_of`.
+def _value_codes(chunk: "pyarrow.Array", code_by_value: dict[Any, int], table_name: str) -> np.ndarray:
+    """Return the code of each row's value, int32 [n], or -1 for null, and add new values to `code_by_value`.
 
     Python code runs only once per distinct value, so that 30 million rows take one second.
 
@@ -324,21 +340,21 @@ def _value_codes(column: "pyarrow.Array", code_of: dict[Any, int], where: str) -
     """
     import pyarrow as pa
 
-    if column.null_count == len(column):
-        return np.full(len(column), -1, np.int32)
-    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-        raise ValueError(f"the labels in {where} are lists. {MULTI_LABEL}")
-    if pa.types.is_nested(column.type):
-        raise ValueError(f"the labels in {where} have type {column.type} instead of numbers or names")
-    encoded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
-    values = [str(value) if isinstance(value, bool) else value for value in encoded.dictionary.to_pylist()]
-    if other_types := {type(value) for value in values} - {int, str, type(None)}:
-        raise ValueError(
-            f"the labels in {where} have type {other_types.pop().__name__} instead of numbers or names"
-        )
-    codes = [-1 if value is None else code_of.setdefault(value, len(code_of)) for value in values]
-    indices = encoded.indices.fill_null(len(codes)).to_numpy(zero_copy_only=False)
-    return np.array([*codes, -1], np.int32)[indices]
+    if chunk.null_count == len(chunk):
+        return np.full(len(chunk), -1, np.int32)
+    if pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type):
+        raise ValueError(f"the labels in {table_name} are lists. {MULTI_LABEL}")
+    if pa.types.is_nested(chunk.type):
+        raise ValueError(f"the labels in {table_name} have type {chunk.type} instead of numbers or names")
+    encoded_chunk = chunk if pa.types.is_dictionary(chunk.type) else chunk.dictionary_encode()
+    distinct_values = encoded_chunk.dictionary.to_pylist()
+    values = [str(value) if isinstance(value, bool) else value for value in distinct_values]
+    if unsupported_types := {type(value) for value in values} - {int, str, type(None)}:
+        type_name = unsupported_types.pop().__name__
+        raise ValueError(f"the labels in {table_name} have type {type_name} instead of numbers or names")
+    codes = [-1 if value is None else code_by_value.setdefault(value, len(code_by_value)) for value in values]
+    value_indices = encoded_chunk.indices.fill_null(len(codes)).to_numpy(zero_copy_only=False)
+    return np.array([*codes, -1], np.int32)[value_indices]
 
 
 class TableImage(NamedTuple):
@@ -351,54 +367,56 @@ class TableImage(NamedTuple):
 def read_images(tables: list[Table], chosen: Columns, beat: Heartbeat) -> Iterator[TableImage]:
     """Yield the images in a column of binary values or the Hub's Image structs."""
     for table in tables:
-        with table.open() as (schema, read):
-            row = 0
-            for column in read(image_column(schema, chosen, table.where), IMAGE_ROWS):
-                yield from _image_bytes(column, table, row)
-                row += len(column)
+        with table.open() as (schema, read_column):
+            first_row = 0
+            column_name = find_image_column(schema, chosen, table.display_name)
+            for chunk in read_column(column_name, IMAGE_ROWS_PER_CHUNK):
+                yield from _images_in_chunk(chunk, table, first_row)
+                first_row += len(chunk)
                 beat()
 
 
-def _image_bytes(column: "pyarrow.Array", table: Table, row: int) -> list[TableImage]:
+def _images_in_chunk(chunk: "pyarrow.Array", table: Table, first_row: int) -> list[TableImage]:
     """Return the bytes and names of consecutive images. Rows from `datasets` may refer to files in its cache.
 
     Args:
-        column: Consecutive values of the image column.
+        chunk: Consecutive values of the image column.
         table: Table that contains the column.
-        row: Row number of the first image, shown in error messages.
+        first_row: Row number of the first image, shown in error messages.
     """
     import pyarrow as pa
 
-    if not _holds_bytes(column.type):
-        raise ValueError(f"{table.where}: the image column has type {column.type} instead of image bytes")
+    if not _holds_bytes(chunk.type):
+        problem = f"the image column has type {chunk.type} instead of image bytes"
+        raise ValueError(f"{table.display_name}: {problem}")
     images = []
-    for offset, value in enumerate(column.to_pylist()):
-        file = None
-        if pa.types.is_struct(column.type):
-            value, file = (value or {}).get("bytes"), (value or {}).get("path")
-        if value is None and file and not isinstance(table.content, Path) and os.path.isfile(file):
-            value = Path(file).read_bytes()
-        if value is None:
-            raise ValueError(f"row {row + offset} of {table.where} has no image bytes")
-        images.append(TableImage(value, file or ""))
+    for row, value in enumerate(chunk.to_pylist(), first_row):
+        image_bytes, file = value, None
+        if pa.types.is_struct(chunk.type):
+            image_bytes, file = (value or {}).get("bytes"), (value or {}).get("path")
+        if image_bytes is None and file and not isinstance(table.content, Path) and os.path.isfile(file):
+            image_bytes = Path(file).read_bytes()
+        if image_bytes is None:
+            raise ValueError(f"row {row} of {table.display_name} has no image bytes")
+        images.append(TableImage(image_bytes, file or ""))
     return images
 
 
-def _holds_bytes(dtype: "pyarrow.DataType") -> bool:
+def _holds_bytes(column_type: "pyarrow.DataType") -> bool:
     """Return True if a type is binary or the Hub's Image struct."""
     import pyarrow as pa
 
-    if pa.types.is_struct(dtype) and dtype.get_field_index("bytes") >= 0:
-        dtype = dtype.field("bytes").type
-    return pa.types.is_binary(dtype) or pa.types.is_large_binary(dtype)
+    if pa.types.is_struct(column_type) and column_type.get_field_index("bytes") >= 0:
+        column_type = column_type.field("bytes").type
+    return pa.types.is_binary(column_type) or pa.types.is_large_binary(column_type)
 
 
 # Columns of tables
 
 
-def image_column(schema: "pyarrow.Schema", chosen: Columns, where: str) -> str:
+def find_image_column(schema: "pyarrow.Schema", chosen: Columns, table_name: str) -> str:
     """Return the chosen image column, or else a column named img or image, or else the only image column."""
-    features = _column_features(schema, where)
+    features = _features_by_column(schema, table_name)
     candidates = [
         field.name
         for field in schema
@@ -406,10 +424,10 @@ def image_column(schema: "pyarrow.Schema", chosen: Columns, where: str) -> str:
         # Audio columns also contain bytes
         and features.get(field.name, {}).get("_type", "Image") in ("Image", "Value")
     ]
-    return chosen_column(schema.names, "image", chosen.image, IMAGE_COLUMNS, candidates, where)
+    return choose_column(schema.names, "image", chosen.image, USUAL_IMAGE_COLUMNS, candidates, table_name)
 
 
-def label_column(schema: "pyarrow.Schema", chosen: Columns, where: str) -> str:
+def find_label_column(schema: "pyarrow.Schema", chosen: Columns, table_name: str) -> str:
     """Return the label column.
 
     In order of preference, the label column is the chosen column, a column named label or fine_label, the
@@ -419,67 +437,72 @@ def label_column(schema: "pyarrow.Schema", chosen: Columns, where: str) -> str:
     import pyarrow as pa
 
     types = pa.types
-    label_tests = (
+    label_type_tests = (
         types.is_integer,
         types.is_string,
         types.is_large_string,
         types.is_dictionary,
         types.is_boolean,
     )
-    features = _column_features(schema, where)
+    features = _features_by_column(schema, table_name)
     candidates = [name for name in schema.names if features.get(name, {}).get("_type") == "ClassLabel"]
     candidates = candidates or [name for name in schema.names if name.lower() in OTHER_LABEL_COLUMNS]
     candidates = candidates or [
-        field.name for field in schema if any(test(field.type) for test in label_tests)
+        field.name for field in schema if any(is_type(field.type) for is_type in label_type_tests)
     ]
-    return chosen_column(schema.names, "label", chosen.label, LABEL_COLUMNS, candidates, where)
+    return choose_column(schema.names, "label", chosen.label, USUAL_LABEL_COLUMNS, candidates, table_name)
 
 
-def chosen_column(
-    names: Sequence[str],
+def choose_column(
+    column_names: Sequence[str],
     content: str,
-    chosen: str | None,
-    usual: Sequence[str],
+    chosen_name: str | None,
+    usual_names: Sequence[str],
     candidates: list[str],
-    where: str,
+    table_name: str,
 ) -> str:
     """Return the chosen column, or else the first column with a usual name, or else the only candidate.
 
     Args:
-        names: Names of all columns in the table.
+        column_names: Names of all columns in the table.
         content: Content of the column to find, "image" or "label".
-        chosen: Column specified by a flag, or None or "" if no flag specifies a column.
-        usual: Usual column names, in order of preference.
+        chosen_name: Column specified by a flag, or None or "" if no flag specifies a column.
+        usual_names: Usual column names, in order of preference.
         candidates: Names of all columns with suitable content.
-        where: Table name shown in error messages.
+        table_name: Table name shown in error messages.
 
     Raises:
         ValueError: If the chosen column is missing, or if the column can't be determined.
     """
-    if chosen and chosen not in names:
-        raise ValueError(f"--{content}_column {chosen}: {where} contains only the columns {some_of(names)}")
-    if column := chosen or next((name for name in usual if name in names), None):
-        return column
+    if chosen_name and chosen_name not in column_names:
+        problem = f"{table_name} contains only the columns {some_of(column_names)}"
+        raise ValueError(f"--{content}_column {chosen_name}: {problem}")
+    if name := chosen_name or next((name for name in usual_names if name in column_names), None):
+        return name
     if len(candidates) == 1:
         return candidates[0]
-    problem = f"no {content} column ({', '.join(usual)}), only {some_of(names)}"
+    problem = f"no {content} column ({', '.join(usual_names)}), only {some_of(column_names)}"
     if candidates:
         problem = f"several {content} columns ({some_of(candidates)})"
-    raise ValueError(f"{where} contains {problem}. Choose a column with --{content}_column")
+    raise ValueError(f"{table_name} contains {problem}. Choose a column with --{content}_column")
 
 
-def _column_features(schema: "pyarrow.Schema", where: str) -> dict[str, dict[str, Any]]:
+def _features_by_column(schema: "pyarrow.Schema", table_name: str) -> dict[str, dict[str, Any]]:
     """Return each column's feature from `datasets` metadata in the schema, or {} without such metadata."""
     try:
         metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-        features = (metadata.get("info") or {}).get("features") or {}
-        features = {name: feature for name, feature in features.items() if isinstance(feature, dict)}
-        names = [feature.get("names") or [] for feature in features.values()]
+        all_features = (metadata.get("info") or {}).get("features") or {}
+        features = {column: feature for column, feature in all_features.items() if isinstance(feature, dict)}
+        class_name_lists = [feature.get("names") or [] for feature in features.values()]
     except (ValueError, AttributeError, RecursionError):
-        names = [None]
-    if all(isinstance(column, list) and all(isinstance(name, str) for name in column) for column in names):
+        class_name_lists = [None]
+    if all(map(_is_list_of_strings, class_name_lists)):
         return features
     raise ValueError(
-        f"{where}: the class names in the huggingface metadata are not in the format that `datasets` writes,"
-        " a list of strings at info.features.<column>.names"
+        f"{table_name}: the class names in the huggingface metadata are not in the format"
+        " that `datasets` writes, a list of strings at info.features.<column>.names"
     )
+
+
+def _is_list_of_strings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)

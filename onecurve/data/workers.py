@@ -25,7 +25,7 @@ from onecurve.data.decode import torchcodec_decoder
 from onecurve.data.encoded import EncodedImages
 from onecurve.models.preprocessing import IMAGENET_CROP, Crop
 from onecurve.numerics.augment import CROP, FLIP, send, send_arrays
-from onecurve.numerics.order import Plan, uniforms
+from onecurve.numerics.order import Plan, PlanItem, uniforms
 from onecurve.system.files import first_retry, note_retry
 from onecurve.system.output import log
 from onecurve.system.text import printable
@@ -49,27 +49,33 @@ class MicroBatch(NamedTuple):
 
 
 Item = TypeVar("Item")
-# Crops (uint8 [b, size, size, 3]), errors by sample id, error of the micro-batch, and cause of the worker's
-# first retry
-DecodedCrops = tuple[Tensor, dict[int, str], str, str]
 
 
-def decoded(
+class DecodedCrops(NamedTuple):
+    """Result of decoding one micro-batch."""
+
+    crops: Tensor  # uint8 [b, size, size, 3], or empty if the micro-batch has an error
+    error_by_id: dict[int, str]  # errors of broken images, by sample id
+    batch_error: str  # error of the whole micro-batch, or ""
+    retry_cause: str  # cause of the worker's first retried read, or ""
+
+
+def decoded_batches(
     open_images: Callable[[], EncodedImages],
     labels: np.ndarray,
     plan: Plan,
     *,
     device: torch.device,
     train: bool,
-    size: int,
+    crop_size: int,
     seed: int,
-    workers: int,
-    skip: bool,
-    flip: bool = False,
+    worker_count: int,
+    skip_broken: bool,
+    flip_randomly: bool = False,
     crop: Crop = IMAGENET_CROP,
     crop_scale: tuple[float, ...] = CROP_SCALE,
 ) -> Iterator[MicroBatch]:
-    """Yield micro-batches of decoded images, cropped to size x size, in the order of the plan.
+    """Yield micro-batches of decoded images, cropped to squares, in the order of the plan.
 
     Args:
         open_images: Function that opens the images. Its pickle must be small, because each worker receives a
@@ -78,55 +84,58 @@ def decoded(
         plan: Epoch and sample ids of each micro-batch.
         device: Device of the micro-batches.
         train: Whether to use random resized crops instead of the evaluation crop.
-        size: Height and width of the crops in pixels.
+        crop_size: Height and width of the crops in pixels.
         seed: Seed of the random crops and flips.
-        workers: Number of decoding processes. With 0 processes, the current process decodes.
-        skip: Whether to replace a broken image with the next intact image in the micro-batch.
-        flip: Whether to mirror images at random, with a probability of 1/2.
+        worker_count: Number of decoding processes. With 0 processes, the current process decodes.
+        skip_broken: Whether to replace a broken image with the next intact image in the micro-batch.
+        flip_randomly: Whether to mirror images at random, with a probability of 1/2.
         crop: Evaluation crop. Random crops use only the interpolation.
         crop_scale: Minimum and maximum area of a random crop, as fractions of the image area.
 
     Raises:
-        ValueError: If an image is broken and `skip` is False, or if no image in a micro-batch can be decoded.
+        ValueError: If an image is broken and `skip_broken` is False, or if no image in a micro-batch can be
+            decoded.
     """
     # The loader reads ahead in the first copy of the plan to supply the workers. The loop below reads one
     # item of the second copy per finished micro-batch.
-    ahead, items = itertools.tee(plan)
+    prefetched_plan, consumed_plan = itertools.tee(plan)
     loader = DataLoader(
-        _CropDataset(open_images, train, size, seed, skip, crop, crop_scale),
-        sampler=ahead,
+        _CropDataset(open_images, train, crop_size, seed, skip_broken, crop, crop_scale),
+        sampler=prefetched_plan,
         batch_size=None,  # because each item of the plan is already a batch
-        num_workers=workers,
-        prefetch_factor=PREFETCHED_PER_WORKER if workers else None,
-        multiprocessing_context=_forkserver() if workers else None,
-        worker_init_fn=start_worker if workers else None,
+        num_workers=worker_count,
+        prefetch_factor=PREFETCHED_PER_WORKER if worker_count else None,
+        multiprocessing_context=_forkserver() if worker_count else None,
+        worker_init_fn=start_worker if worker_count else None,
         pin_memory=device.type == "cuda",
     )
-    with closing(while_workers_live(loader)) as batches:
-        for (images, broken, error, retry), (epoch, ids) in zip(batches, items, strict=False):
-            if retry:
-                note_retry(retry)
-            if error:
-                raise ValueError(error)
-            for sample in sorted(broken.keys() - _skipped):  # logs each broken image only once
-                log.warning(f"skipped: {printable(broken[sample])}")
-            _skipped.update(broken)
-            images, batch_labels = send(images, device), labels[ids[_source_positions(ids, broken)]]
-            if flip:
-                draws = uniforms(seed, epoch, ids, FLIP.stop)[:, FLIP.start]
-                sent_labels, flipped = send_arrays((batch_labels, draws < 0.5), device)
-                images = torch.where(flipped[:, None, None, None], images.flip(2), images)
+    with closing(while_workers_live(loader)) as decoded_crops:
+        crops_with_ids = zip(decoded_crops, consumed_plan, strict=False)
+        for (crops, error_by_id, batch_error, retry_cause), (epoch, ids) in crops_with_ids:
+            if retry_cause:
+                note_retry(retry_cause)
+            if batch_error:
+                raise ValueError(batch_error)
+            for sample_id in sorted(error_by_id.keys() - _skipped_ids):  # logs each broken image only once
+                log.warning(f"skipped: {printable(error_by_id[sample_id])}")
+            _skipped_ids.update(error_by_id)
+            source_ids = ids[_source_positions(ids, error_by_id)]
+            images, batch_labels = send(crops, device), labels[source_ids]
+            if flip_randomly:
+                flip_draws = uniforms(seed, epoch, ids, FLIP.stop)[:, FLIP.start]
+                sent_labels, is_flipped = send_arrays((batch_labels, flip_draws < 0.5), device)
+                images = torch.where(is_flipped[:, None, None, None], images.flip(2), images)
             else:
                 sent_labels = send(torch.from_numpy(batch_labels), device)
             yield MicroBatch(epoch, ids, images, sent_labels)
 
 
-_skipped: set[int] = set()  # sample ids of the images that training skipped
+_skipped_ids: set[int] = set()  # sample ids of the images that training skipped
 
 
 def skipped() -> list[int]:
     """Return the sorted sample ids of all images that this process skipped."""
-    return sorted(_skipped)
+    return sorted(_skipped_ids)
 
 
 def while_workers_live(loader: Iterable[Item]) -> Generator[Item, None, None]:
@@ -138,19 +147,19 @@ def while_workers_live(loader: Iterable[Item]) -> Generator[Item, None, None]:
     try:
         yield from loader
     except (RuntimeError, EOFError, ConnectionError) as error:
-        is_exit = "exited unexpectedly" in str(error)
+        is_worker_exit = "exited unexpectedly" in str(error)
         # A batch is lost if a worker dies after announcing it, and torch requests it before noticing that the
         # worker is dead. Errors that begin with "Caught" come from workers that are alive.
         is_lost_batch = not isinstance(error, RuntimeError) and not str(error).startswith("Caught")
-        if not (is_exit or is_lost_batch):
+        if not (is_worker_exit or is_lost_batch):
             raise
         problem = "a decoding process was killed, because memory or shared memory ran out"
         raise ValueError(f"{problem}. {SHARED_MEMORY_ADVICE}") from None
 
 
-def in_flight(workers: int) -> int:
+def max_items_in_flight(worker_count: int) -> int:
     """Return the number of plan items that a DataLoader processes at the same time."""
-    return max(1, PREFETCHED_PER_WORKER * workers)
+    return max(1, PREFETCHED_PER_WORKER * worker_count)
 
 
 class _CropDataset(Dataset):
@@ -160,17 +169,17 @@ class _CropDataset(Dataset):
         self,
         open_images: Callable[[], EncodedImages],
         train: bool,
-        size: int,
+        crop_size: int,
         seed: int,
-        skip: bool,
+        skip_broken: bool,
         crop: Crop,
         crop_scale: tuple[float, ...],
     ):
-        self.open_images, self.train, self.size, self.seed, self.skip = open_images, train, size, seed, skip
-        self.crop, self.crop_scale = crop, crop_scale
-        self.images: EncodedImages | None = None
+        self.open_images, self.train, self.seed, self.skip_broken = open_images, train, seed, skip_broken
+        self.crop_size, self.crop, self.crop_scale = crop_size, crop, crop_scale
+        self.images: EncodedImages | None = None  # opened by the first item
 
-    def __getitem__(self, item: tuple[int, np.ndarray]) -> DecodedCrops:
+    def __getitem__(self, item: PlanItem) -> DecodedCrops:
         """Return the crops of one micro-batch, or an error.
 
         Errors are returned as strings, because torch would add a worker's traceback to an exception. Crops
@@ -179,57 +188,56 @@ class _CropDataset(Dataset):
 
         Args:
             item: Epoch and sample ids, int64 [b].
-
-        Returns:
-            The crops (uint8 [b, size, size, 3]), the errors of broken images by sample id, the error of the
-            whole micro-batch or "", and the cause of the worker's first retried read.
         """
         epoch, ids = item
         self.images = self.images or self.open_images()
-        draws = uniforms(self.seed, epoch, ids, CROP.stop)[:, CROP] if self.train else None
-        crops = torch.empty(len(ids), self.size, self.size, 3, dtype=torch.uint8)
-        broken, error = {}, ""
-        for position, sample in enumerate(ids.tolist()):
+        crop_draws = uniforms(self.seed, epoch, ids, CROP.stop)[:, CROP] if self.train else None
+        crops = torch.empty(len(ids), self.crop_size, self.crop_size, 3, dtype=torch.uint8)
+        error_by_id, batch_error = dict[int, str](), ""
+        for position, sample_id in enumerate(ids.tolist()):
             try:
-                image = self.images.decode(sample)
-            except ValueError as problem:
-                broken[sample] = str(problem)
-                if self.skip:
+                image = self.images.decode(sample_id)
+            except ValueError as decode_error:
+                error_by_id[sample_id] = str(decode_error)
+                if self.skip_broken:
                     continue
-                error = f"{problem}{BROKEN_IMAGE_ADVICE[self.train]}"
+                batch_error = f"{decode_error}{BROKEN_IMAGE_ADVICE[self.train]}"
                 break
-            except OSError as problem:
-                error = f"{problem.filename}: {problem.strerror}" if problem.strerror else str(problem)
+            except OSError as read_error:
+                batch_error = str(read_error)
+                if read_error.strerror:
+                    batch_error = f"{read_error.filename}: {read_error.strerror}"
                 break
-            if draws is None:
-                pixels = evaluation_crop(image, self.size, self.crop)
+            if crop_draws is None:
+                pixels = evaluation_crop(image, self.crop_size, self.crop)
             else:
-                pixels = random_resized_crop(
-                    image, self.size, draws[position], self.crop.filter, self.crop_scale
-                )
+                draws = crop_draws[position]
+                pixels = random_resized_crop(image, self.crop_size, draws, self.crop.filter, self.crop_scale)
             crops[position] = torch.from_numpy(pixels)
-        if broken and not error:
-            if broken.keys() >= set(ids.tolist()):
-                error = (
-                    f"none of the {len(ids)} images in a micro-batch can be decoded: {broken[int(ids[0])]}"
-                )
+        if error_by_id and not batch_error:
+            if error_by_id.keys() >= set(ids.tolist()):
+                first_error = error_by_id[int(ids[0])]
+                batch_error = f"none of the {len(ids)} images in a micro-batch can be decoded: {first_error}"
             else:
-                crops = crops[_source_positions(ids, broken)]
-        if not error and (worker := torch.utils.data.get_worker_info()):
-            error = _share_crops(crops, PREFETCHED_PER_WORKER * worker.num_workers)
-        return torch.empty(0) if error else crops, broken, error, first_retry()
+                crops = crops[_source_positions(ids, error_by_id)]
+        if not batch_error and (worker_info := torch.utils.data.get_worker_info()):
+            batch_error = _share_crops(crops, PREFETCHED_PER_WORKER * worker_info.num_workers)
+        if batch_error:
+            crops = torch.empty(0)
+        return DecodedCrops(crops, error_by_id, batch_error, first_retry())
 
 
-def _source_positions(ids: np.ndarray, broken: dict[int, str]) -> np.ndarray:
+def _source_positions(ids: np.ndarray, error_by_id: dict[int, str]) -> np.ndarray:
     """Return the index of the image used at each position in the micro-batch, int64 [b].
 
     A broken image is replaced with the next intact image, or with the first intact image at the end.
     """
-    intact = np.flatnonzero(~np.isin(ids, list(broken)))
-    return intact[np.searchsorted(intact, np.arange(len(ids))) % len(intact)]
+    intact_positions = np.flatnonzero(~np.isin(ids, list(error_by_id)))
+    next_intact = np.searchsorted(intact_positions, np.arange(len(ids))) % len(intact_positions)
+    return intact_positions[next_intact]
 
 
-def _share_crops(crops: Tensor, ahead: int) -> str:
+def _share_crops(crops: Tensor, prefetched_batches: int) -> str:
     """Move crops to shared memory, and return an error message, or "" on success.
 
     Without this explicit move, the queue's thread would only print the error, and the trainer would wait
@@ -237,7 +245,8 @@ def _share_crops(crops: Tensor, ahead: int) -> str:
 
     Args:
         crops: Crops of one micro-batch.
-        ahead: Number of micro-batches that all workers of a process prefetch, shown in the error message.
+        prefetched_batches: Number of micro-batches that all workers of a process prefetch, shown in the error
+            message.
     """
     try:
         crops.share_memory_()
@@ -246,8 +255,8 @@ def _share_crops(crops: Tensor, ahead: int) -> str:
         if "No space left" not in str(error) and "allocate shared memory" not in str(error):
             raise
         return (
-            f"/dev/shm is full. Each process prefetches up to {ahead} micro-batches of"
-            f" {crops.nbytes / 2**20:.1f} MiB into /dev/shm. {SHARED_MEMORY_ADVICE}"
+            f"/dev/shm is full. Each process prefetches up to {prefetched_batches} micro-batches"
+            f" of {crops.nbytes / 2**20:.1f} MiB into /dev/shm. {SHARED_MEMORY_ADVICE}"
         )
     return ""
 
@@ -268,21 +277,20 @@ def _forkserver() -> multiprocessing.context.BaseContext:
     atexit.register(_kill_workers)
     # Each worker runs the script's top-level code again, because Python 3.11's fork server does not preload
     # "__main__". The code runs fast if the server has already imported the script's modules.
-    values = list(vars(sys.modules["__main__"]).values())
-    module_names = [
-        value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-        for value in values
-    ]
-    modules = sorted(
-        {name for name in module_names if isinstance(name, str) and name in sys.modules} - {"__main__"}
-    )
-    context = multiprocessing.get_context("forkserver")
+    module_names = []
+    for script_global in list(vars(sys.modules["__main__"]).values()):
+        is_module = isinstance(script_global, ModuleType)
+        name = script_global.__name__ if is_module else getattr(script_global, "__module__", None)
+        module_names.append(name)
+    script_modules = {name for name in module_names if isinstance(name, str) and name in sys.modules}
+    forkserver_context = multiprocessing.get_context("forkserver")
     # Preloading a library that can't be loaded would end the server.
-    codec = ["torchcodec.decoders"] if torchcodec_decoder() else []
-    context.set_forkserver_preload(["onecurve.data.workers", *codec, *modules])
+    codec_modules = ["torchcodec.decoders"] if torchcodec_decoder() else []
+    preloaded_modules = ["onecurve.data.workers", *codec_modules, *sorted(script_modules - {"__main__"})]
+    forkserver_context.set_forkserver_preload(preloaded_modules)
     # Python 3.11 does not pass sys.path to the fork server. Without PYTHONPATH, the server can't import a
     # script that was started from a different folder.
-    python_path = os.environ.get("PYTHONPATH")
+    previous_python_path = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     # The fork server and the workers inherit the signal mask, so that a signal to the process group can't end
     # a worker during startup.
@@ -292,11 +300,11 @@ def _forkserver() -> multiprocessing.context.BaseContext:
         multiprocessing.forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
-        if python_path is None:
+        if previous_python_path is None:
             os.environ.pop("PYTHONPATH", None)
         else:
-            os.environ["PYTHONPATH"] = python_path
-    return context
+            os.environ["PYTHONPATH"] = previous_python_path
+    return forkserver_context
 
 
 def _kill_workers() -> None:
@@ -309,17 +317,17 @@ def _kill_workers() -> None:
             process.kill()
 
 
-def start_worker(_: int) -> None:
+def start_worker(_worker_id: int) -> None:
     """Make a worker ignore signals to the process group, and end the worker when the trainer ends.
 
     torch's watchdog does not end the worker, because it only checks the worker's parent process. This parent
     is the fork server, which stays alive.
     """
-    trainer = multiprocessing.parent_process()
-    assert trainer is not None
+    trainer_process = multiprocessing.parent_process()
+    assert trainer_process is not None
 
     def exit_with_trainer() -> None:
-        trainer.join()
+        trainer_process.join()
         os._exit(1)
 
     # Sending images fails if too many files are open or /tmp is full. The worker then exits, and the trainer
@@ -330,6 +338,6 @@ def start_worker(_: int) -> None:
     threading.Thread(target=exit_with_trainer, daemon=True).start()
 
 
-def _exit_unsent(error: Exception, _) -> None:
+def _exit_unsent(error: Exception, _unsent_object) -> None:
     log.warning(f"a decoding process can't send its images: {error}")
     os._exit(1)

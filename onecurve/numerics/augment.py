@@ -20,8 +20,8 @@ from torch import Tensor
 # Columns of a sample's random numbers. A change to an operation's columns changes the results of every run
 # that uses the operation.
 COLUMNS = {
-    "shift": slice(0, 2),  # moves(), for the shifts down and right
-    "flip": slice(2, 3),  # moves(), and the flips of photos after the crop
+    "shift": slice(0, 2),  # random_moves(), for the shifts down and right
+    "flip": slice(2, 3),  # random_moves(), and the flips of photos after the crop
     "crop": slice(4, 44),  # random_resized_crop() in data/crops.py, with ten attempts of four numbers
     "color": slice(44, 48),  # color_jitter()
     "erasing": slice(48, 53),  # random_erasing()
@@ -32,10 +32,14 @@ DRAWS = RAND_AUGMENT.stop  # number of random numbers per sample
 
 # Maximum number of pixels in an image whose normalisation factors are repeated for each pixel. For larger
 # images, the inner loop is long enough without repetition, and repeated factors would need too much memory.
-REPEATED_PIXELS = 2**19
-ALIGNMENT = 8  # bytes, because a view with a different dtype must start at a multiple of that dtype's size
+MAX_REPEATED_PIXELS = 2**19
+ALIGNMENT_BYTES = 8  # because a view with a different dtype must start at a multiple of that dtype's size
+MAX_MATRIX_EDGE = 4096  # pixels, because the matrices that resize longer edges would need gigabytes
+MIN_ERASED_AREA, MAX_ERASED_AREA = 0.02, 1 / 3  # fractions of the image's area
+MIN_ERASED_ASPECT = 0.3  # minimum aspect ratio of an erased box; the maximum is the reciprocal
 Mixer = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-LUMA = (0.2989, 0.587, 0.114)  # ITU-R 601-2 weights of red, green and blue, as in PIL and torchvision
+# ITU-R 601-2 weights of red, green and blue, as in PIL and torchvision
+RED_LUMA, GREEN_LUMA, BLUE_LUMA = 0.2989, 0.587, 0.114
 # The six possible orders of brightness (0), contrast (1) and saturation (2)
 JITTER_ORDERS = np.array([[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]])
 
@@ -51,61 +55,63 @@ def send_arrays(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tens
     """Send several arrays to a device in one copy, because each copy costs the host about 10 us."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    sizes = [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]
-    buffers = np.split(np.empty(sum(sizes), np.uint8), np.cumsum(sizes)[:-1])
-    for array, buffer in zip(arrays, buffers, strict=True):
-        buffer[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    device_buffers = send(torch.from_numpy(buffers[0].base), device).split(sizes)
+    buffer_bytes = [-(-array.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for array in arrays]
+    host_buffer = np.empty(sum(buffer_bytes), np.uint8)
+    array_buffers = np.split(host_buffer, np.cumsum(buffer_bytes)[:-1])
+    for array, array_buffer in zip(arrays, array_buffers, strict=True):
+        array_buffer[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    device_buffers = send(torch.from_numpy(host_buffer), device).split(buffer_bytes)
     return [
         buffer[: array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
         for array, buffer in zip(arrays, device_buffers, strict=True)
     ]
 
 
-def moves(draws: np.ndarray, pad: int, flip: bool) -> np.ndarray:
-    """Draw a random shift (up to `pad` pixels down and right) and a horizontal flip for each image.
+def random_moves(draws: np.ndarray, max_shift: int, flip: bool) -> np.ndarray:
+    """Draw a random shift (up to `max_shift` pixels down and right) and a horizontal flip for each image.
 
     The augmentation follows He et al. 2015 (arXiv 1512.03385, section 4.2).
 
     Args:
         draws: Random numbers, float64 [B, >= 3] in [0, 1). Only the columns SHIFT and FLIP are used.
-        pad: Maximum shift in pixels.
+        max_shift: Maximum shift in pixels.
         flip: Whether to flip images with a probability of 1/2.
 
     Returns:
         Downward shift, rightward shift, and 1 for a flip, int64 [3, B].
     """
-    shifts = np.floor(draws[:, SHIFT] * (2 * pad + 1)).astype(np.int64) - pad
-    return np.stack([*shifts.T, draws[:, FLIP.start] < (0.5 if flip else 0.0)])
+    shifts = np.floor(draws[:, SHIFT] * (2 * max_shift + 1)).astype(np.int64) - max_shift
+    flip_probability = 0.5 if flip else 0.0
+    return np.stack([*shifts.T, draws[:, FLIP.start] < flip_probability])
 
 
-def moved_pixels(rows: Tensor, moved: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+def moved_pixel_indices(image_indices: Tensor, moves: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return the source pixel indices of shifted and flipped images.
 
     Images are mirrored at their borders, whereas He et al. pad images with black.
 
     Args:
-        rows: Indices of the images, int64 [B].
-        moved: Result of moves(), int64 [3, B]. Each shift must be smaller than the image's edge.
+        image_indices: Indices of the images, int64 [B].
+        moves: Result of random_moves(), int64 [3, B]. Each shift must be smaller than the image's edge.
         shape: Shape of all images, [N, H, W, 3].
 
     Returns:
-        Offsets y [B, H] and x [B, W], on the same device as `rows`. The sum y + x is the index of a pixel
-        among the N * H * W pixels of all images.
+        Offsets y [B, H] and x [B, W], on the same device as `image_indices`. The sum y + x is the index of a
+        pixel among the N * H * W pixels of all images.
     """
-    count, h, w, _ = shape
+    image_count, h, w, _ = shape
     # Indices in int32 instead of int64 halve the memory traffic
-    dtype = torch.int32 if count * h * w < 2**31 else torch.int64
-    down, right, flipped = moved.to(dtype)[:, :, None].unbind()  # [B, 1] each
-    y, x = (torch.arange(edge, dtype=dtype, device=rows.device) for edge in (h, w))
-    image_rows = _mirrored(y + down, h) + rows.to(dtype)[:, None] * h
-    return image_rows * w, _mirrored(torch.where(flipped > 0, x.flip(0), x) + right, w)
+    dtype = torch.int32 if image_count * h * w < 2**31 else torch.int64
+    down, right, is_flipped = moves.to(dtype)[:, :, None].unbind()  # [B, 1] each
+    y, x = (torch.arange(edge, dtype=dtype, device=image_indices.device) for edge in (h, w))
+    pixel_rows = _mirrored(y + down, h) + image_indices.to(dtype)[:, None] * h
+    return pixel_rows * w, _mirrored(torch.where(is_flipped > 0, x.flip(0), x) + right, w)
 
 
-def gather(images: Tensor, y: Tensor, x: Tensor) -> Tensor:
-    """Gather the pixels that moved_pixels() chose: uint8 [N, H, W, 3] -> uint8 [B, H, W, 3]."""
-    pixels = y[:, :, None] + x[:, None, :]  # [B, H, W]
-    return images.reshape(-1, 3).index_select(0, pixels.view(-1)).view(*pixels.shape, 3)
+def gather_pixels(images: Tensor, y: Tensor, x: Tensor) -> Tensor:
+    """Gather the pixels that moved_pixel_indices() chose: uint8 [N, H, W, 3] -> uint8 [B, H, W, 3]."""
+    pixel_indices = y[:, :, None] + x[:, None, :]  # [B, H, W]
+    return images.reshape(-1, 3).index_select(0, pixel_indices.view(-1)).view(*pixel_indices.shape, 3)
 
 
 def color_jitter(images: Tensor, draws: np.ndarray, strength: float) -> Tensor:
@@ -123,20 +129,22 @@ def color_jitter(images: Tensor, draws: np.ndarray, strength: float) -> Tensor:
         uint8 [B, H, W, 3].
     """
     _, h, w, _ = images.shape
-    order = JITTER_ORDERS[(draws[:, 3] * len(JITTER_ORDERS)).astype(np.int64)]  # [B, 3]
-    factors = np.take_along_axis(1 + strength * (2 * draws[:, :3] - 1), order, axis=1)
+    factor_draws, order_draws = draws[:, :3], draws[:, 3]
+    operation_order = JITTER_ORDERS[(order_draws * len(JITTER_ORDERS)).astype(np.int64)]  # [B, 3]
+    factors = np.take_along_axis(1 + strength * (2 * factor_draws - 1), operation_order, axis=1)
     # Each operation blends an image with black, with the image's mean grey value, or with each pixel's grey
     # value.
-    blends = np.stack([factors, (1 - factors) * (order == 1), (1 - factors) * (order == 2)])  # [3, B, 3]
-    weights = send(torch.from_numpy(blends.astype(np.float32)), images.device)
+    is_contrast, is_saturation = operation_order == 1, operation_order == 2  # [B, 3]
+    blends = np.stack([factors, (1 - factors) * is_contrast, (1 - factors) * is_saturation])  # [3, B, 3]
+    blend_weights = send(torch.from_numpy(blends.astype(np.float32)), images.device)
     planes = images.permute(3, 0, 1, 2).contiguous().float()  # [3, B, H, W]
-    for image_weight, mean_weight, grey_weight in weights[..., None, None].unbind(2):  # [B, 1, 1] each
-        luma = LUMA[0] * planes[0] + LUMA[1] * planes[1] + LUMA[2] * planes[2]  # [B, H, W]
+    for image_weight, mean_weight, grey_weight in blend_weights[..., None, None].unbind(2):  # [B, 1, 1] each
+        luma = RED_LUMA * planes[0] + GREEN_LUMA * planes[1] + BLUE_LUMA * planes[2]  # [B, H, W]
         # Integers are summed, because the last bit of a float sum would depend on the other images in the
         # batch.
-        total = luma.round().int().sum((1, 2), keepdim=True)
-        blended = total * (mean_weight / (h * w)) + luma * grey_weight
-        planes.mul_(image_weight).add_(blended).clamp_(0, 255)
+        luma_sum = luma.round().int().sum((1, 2), keepdim=True)
+        weighted_grey = luma_sum * (mean_weight / (h * w)) + luma * grey_weight
+        planes.mul_(image_weight).add_(weighted_grey).clamp_(0, 255)
     return planes.round_().to(torch.uint8).permute(1, 2, 3, 0).contiguous()
 
 
@@ -154,16 +162,18 @@ def random_erasing(images: Tensor, draws: np.ndarray, probability: float) -> Ten
         probability: Fraction of images in which a box is erased.
     """
     h, w = images.shape[2:]
-    area = (0.02 + (1 / 3 - 0.02) * draws[:, 1]) * h * w
-    aspect = np.exp((2 * draws[:, 2] - 1) * -math.log(0.3))
-    height = np.minimum(np.round(np.sqrt(area * aspect)), h) * (draws[:, 0] < probability)
+    erase_draws, area_draws, aspect_draws, top_draws, left_draws = draws.T
+    area = (MIN_ERASED_AREA + (MAX_ERASED_AREA - MIN_ERASED_AREA) * area_draws) * h * w
+    aspect = np.exp((2 * aspect_draws - 1) * -math.log(MIN_ERASED_ASPECT))
+    height = np.minimum(np.round(np.sqrt(area * aspect)), h) * (erase_draws < probability)
     width = np.minimum(np.round(np.sqrt(area / aspect)), w)
-    top, left = np.floor(draws[:, 3] * (h - height + 1)), np.floor(draws[:, 4] * (w - width + 1))
-    box = np.stack([top, top + height, left, left + width]).astype(np.int32)[:, :, None]  # [4, B, 1]
-    top, bottom, left, right = send(torch.from_numpy(box), images.device)
+    top, left = np.floor(top_draws * (h - height + 1)), np.floor(left_draws * (w - width + 1))
+    box_edges = np.stack([top, top + height, left, left + width]).astype(np.int32)[:, :, None]  # [4, B, 1]
+    top, bottom, left, right = send(torch.from_numpy(box_edges), images.device)
     y, x = (torch.arange(edge, device=images.device, dtype=torch.int32) for edge in (h, w))
-    rows, columns = (y >= top) & (y < bottom), (x >= left) & (x < right)  # [B, H], [B, W]
-    return images.masked_fill_((rows[:, :, None] & columns[:, None, :])[:, None], 0)
+    is_box_row, is_box_column = (y >= top) & (y < bottom), (x >= left) & (x < right)  # [B, H], [B, W]
+    is_in_box = is_box_row[:, :, None] & is_box_column[:, None, :]
+    return images.masked_fill_(is_in_box[:, None], 0)
 
 
 def to_float(
@@ -189,12 +199,13 @@ def to_float(
         Normalised images, float32 [B, 3, size, size], channels_last.
     """
     b, h, w, c = images.shape
-    pixels = h * w if h * w <= REPEATED_PIXELS else 1
-    scale, shift = _normalization(mean, std, pixels, images.device)
-    floats = images.reshape(b, -1, pixels * c).float().mul_(scale).add_(shift)
-    if (h, w) != (size, size) and max(h, w) <= 4096:  # for a longer edge, the matrices would need gigabytes
-        rows, columns = _resize_matrices(h, w, size, interpolation, images.device)
-        floats = rows @ (floats.view(b * h, w * c) @ columns).view(b, h, size * c)  # [B, size, size * 3]
+    repetitions = h * w if h * w <= MAX_REPEATED_PIXELS else 1
+    scale, offset = _normalization_factors(mean, std, repetitions, images.device)
+    floats = images.reshape(b, -1, repetitions * c).float().mul_(scale).add_(offset)
+    if (h, w) != (size, size) and max(h, w) <= MAX_MATRIX_EDGE:
+        row_matrix, column_matrix = _resize_matrices(h, w, size, interpolation, images.device)
+        wide_rows = (floats.view(b * h, w * c) @ column_matrix).view(b, h, size * c)
+        floats = row_matrix @ wide_rows  # [B, size, size * 3]
         h = w = size
     planes = floats.view(b, h, w, c).permute(0, 3, 1, 2)
     if (h, w) != (size, size):
@@ -203,16 +214,18 @@ def to_float(
 
 
 @lru_cache(maxsize=8)
-def _normalization(
-    mean: tuple[float, ...], std: tuple[float, ...], pixels: int, device: torch.device
+def _normalization_factors(
+    mean: tuple[float, ...], std: tuple[float, ...], repetitions: int, device: torch.device
 ) -> Tensor:
-    """Return normalisation scales and shifts, repeated so the inner loop covers an image: [2, pixels * 3].
+    """Return the scales and offsets that normalise `repetitions` pixels, [2, repetitions * 3].
 
-    The tensor is cached, because each copy to a GPU costs the host about 10 us. The alternative,
-    torch.tensor(..., device=...), would also wait for all work queued on the device.
+    Repeated factors let the inner loop cover an image. The tensor is cached, because each copy to a GPU costs
+    the host about 10 us. The alternative, torch.tensor(..., device=...), would also wait for all work queued
+    on the device.
     """
-    factors = torch.tensor([[1 / (255 * s) for s in std], [-m / s for m, s in zip(mean, std, strict=True)]])
-    return factors.to(device, non_blocking=True).repeat(1, pixels)
+    scales = [1 / (255 * channel_std) for channel_std in std]
+    offsets = [-channel_mean / channel_std for channel_mean, channel_std in zip(mean, std, strict=True)]
+    return torch.tensor([scales, offsets]).to(device, non_blocking=True).repeat(1, repetitions)
 
 
 @lru_cache(maxsize=8)
@@ -225,18 +238,18 @@ def _resize_matrices(
     take a fifth of the time of F.interpolate (32 to 224 pixels). The speed of the matrix products on a GPU
     has not been measured yet.
     """
-    shrinks = size < max(h, w)
-    rows, columns = (
-        _resize(torch.eye(edge)[None, None], size, edge, interpolation, shrinks)[0, 0] for edge in (h, w)
+    is_shrinking = size < max(h, w)
+    row_matrix, column_matrix = (
+        _resize(torch.eye(edge)[None, None], size, edge, interpolation, is_shrinking)[0, 0] for edge in (h, w)
     )
-    matrices = rows, torch.kron(columns.T.contiguous(), torch.eye(3))
-    return tuple(matrix.to(device, non_blocking=True) for matrix in matrices)
+    channel_matrix = torch.kron(column_matrix.T.contiguous(), torch.eye(3))
+    return tuple(matrix.to(device, non_blocking=True) for matrix in (row_matrix, channel_matrix))
 
 
-def _resize(images: Tensor, height: int, width: int, interpolation: str | None, shrinks: bool) -> Tensor:
+def _resize(images: Tensor, height: int, width: int, interpolation: str | None, is_shrinking: bool) -> Tensor:
     # With antialias, F.interpolate uses PIL's bicubic kernel (a = -0.5) even when enlarging. Without
     # antialias, the bicubic kernel uses a = -0.75.
-    mode, antialias = interpolation or "bicubic", shrinks or interpolation is not None
+    mode, antialias = interpolation or "bicubic", is_shrinking or interpolation is not None
     return F.interpolate(images, (height, width), mode=mode, antialias=antialias)
 
 
@@ -266,17 +279,20 @@ def mixer(mixup: float, cutmix: float, classes: int, dtype: torch.dtype | None =
         def transform(self, inpt: Tensor, params: dict[str, Any]) -> Tensor:
             if inpt is params["labels"]:
                 return super().transform(inpt, params)
-            others, weight = torch.cat((inpt[-1:], inpt[:-1])), params["lam"]
+            previous_images, weight = torch.cat((inpt[-1:], inpt[:-1])), params["lam"]
             if dtype is None:
-                return others.mul_(1.0 - weight).add_(inpt.mul(weight))
-            return torch.lerp(others, inpt, weight)  # lerp rounds only once
+                return previous_images.mul_(1.0 - weight).add_(inpt.mul(weight))
+            return torch.lerp(previous_images, inpt, weight)  # lerp rounds only once
 
     transforms = [MixUp(alpha=mixup, num_classes=classes)] if mixup else []
     transforms += [v2.CutMix(alpha=cutmix, num_classes=classes)] if cutmix else []
-    mix = v2.RandomChoice(transforms) if transforms else None
-    return mix if mix is None or dtype is None else lambda images, labels: mix(images.to(dtype), labels)
+    if not transforms:
+        return None
+    mix_batch = v2.RandomChoice(transforms)
+    return mix_batch if dtype is None else lambda images, labels: mix_batch(images.to(dtype), labels)
 
 
-def _mirrored(i: Tensor, n: int) -> Tensor:
-    """Reflect indices outside of 0 ... n - 1 at the border pixels. Indices must satisfy |i| < 2n - 1."""
-    return (n - 1) - ((n - 1) - i.abs()).abs()
+def _mirrored(indices: Tensor, edge: int) -> Tensor:
+    """Reflect indices i outside of 0 ... edge - 1 at the border pixels, where |i| < 2 * edge - 1."""
+    last_index = edge - 1
+    return last_index - (last_index - indices.abs()).abs()

@@ -30,8 +30,8 @@ class RunningStatistics:
         self.layers: list[_RunningStatisticsLayer] = []
         for layer in model.modules():
             if isinstance(layer, BatchNorm) and layer.track_running_stats:
-                _check_layer(layer)
-                layer.__class__ = _layer_class(type(layer))  # type: ignore[arg-type]  # classes are hashable
+                _refuse_unsupported_layer(layer)
+                layer.__class__ = _tracking_subclass(type(layer))  # type: ignore[arg-type]  # classes are hashable
                 assert isinstance(layer, _RunningStatisticsLayer)
                 self.layers.append(layer)
         self.updated_layers = [layer for layer in self.layers if not layer.is_frozen]
@@ -39,24 +39,21 @@ class RunningStatistics:
 
     def follow(self, accelerator: Accelerator, prepared: nn.Module) -> None:
         """Update the statistics after micro-batch 0's forward pass. `prepared` is the unwrapped model."""
-        for layer, (mean, var) in zip(self.layers, self.initial_statistics, strict=True):
+        for layer, (initial_mean, initial_var) in zip(self.layers, self.initial_statistics, strict=True):
             # DeepSpeed casts all tensors of the model, but running statistics must be fp32.
-            layer.running_mean, layer.running_var = (
-                statistic.to(accelerator.device) for statistic in (mean, var)
-            )
-            for name in ("batch_mean", "batch_var"):
-                layer.register_buffer(name, torch.zeros_like(layer.running_mean), persistent=False)
-        first_micro_batch = 1 % accelerator.gradient_accumulation_steps  # accelerator.step counts from 1
+            layer.running_mean = initial_mean.to(accelerator.device)
+            layer.running_var = initial_var.to(accelerator.device)
+            for buffer_name in ("batch_mean", "batch_var"):
+                layer.register_buffer(buffer_name, torch.zeros_like(layer.running_mean), persistent=False)
 
-        def update(module: nn.Module, *_) -> None:
-            if (
-                module.training
-                and accelerator.step % accelerator.gradient_accumulation_steps == first_micro_batch
-            ):
-                self._update_statistics()
+        def update_after_first_micro_batch(module: nn.Module, *_inputs_and_output) -> None:
+            if module.training:
+                previous_step = accelerator.step - 1  # because accelerator.step counts micro-batches from 1
+                if previous_step % accelerator.gradient_accumulation_steps == 0:
+                    self._update_statistics()
 
         if self.updated_layers:
-            prepared.register_forward_hook(update)
+            prepared.register_forward_hook(update_after_first_micro_batch)
 
     @torch.no_grad()
     def _update_statistics(self) -> None:
@@ -78,7 +75,7 @@ class _RunningStatisticsLayer(BatchNorm):
     running_var: Tensor
     batch_mean: Tensor
     batch_var: Tensor
-    num_batches_tracked: Tensor  # []
+    num_batches_tracked: Tensor  # number of updates, []
     drop: nn.Module  # exists only in timm's BatchNormAct2d
     act: nn.Module  # exists only in timm's BatchNormAct2d
 
@@ -93,9 +90,8 @@ class _RunningStatisticsLayer(BatchNorm):
     def forward(self, x: Tensor) -> Tensor:
         self._check_input_dim(x)
         mean, var = self.running_mean, self.running_var
-        weight, bias = (
-            None if parameter is None else parameter.to(mean.dtype) for parameter in (self.weight, self.bias)
-        )
+        weight = None if self.weight is None else self.weight.to(mean.dtype)
+        bias = None if self.bias is None else self.bias.to(mean.dtype)
         if self.training:
             # The forward pass overwrites batch_mean and batch_var, because the momentum is 1
             mean, var = self.batch_mean, self.batch_var
@@ -104,21 +100,22 @@ class _RunningStatisticsLayer(BatchNorm):
 
 
 @cache
-def _layer_class(cls: type[nn.Module]) -> type[nn.Module]:
+def _tracking_subclass(layer_class: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass with the same name as the layer's class, so that isinstance() checks still work."""
-    return type(cls.__name__, (_RunningStatisticsLayer, cls), {})
+    return type(layer_class.__name__, (_RunningStatisticsLayer, layer_class), {})
 
 
-def _check_layer(layer: Any) -> None:
-    forward = type(layer).forward
-    # _Layer.forward can replace only these two forward methods.
-    if forward is not BatchNorm.forward and not is_batch_norm_act(forward):
+def _refuse_unsupported_layer(layer: Any) -> None:
+    forward_method = type(layer).forward
+    # _RunningStatisticsLayer.forward can replace only these two forward methods.
+    if forward_method is not BatchNorm.forward and not is_batch_norm_act(forward_method):
         raise ValueError(
-            f"the running statistics of the model's {type(layer).__name__} layers would depend on the number"
-            " of processes. Use BatchNorm1d, BatchNorm2d, BatchNorm3d or timm's BatchNormAct2d."
+            f"the running statistics of the model's {type(layer).__name__} layers would depend"
+            " on the number of processes."
+            " Use BatchNorm1d, BatchNorm2d, BatchNorm3d or timm's BatchNormAct2d."
         )
     if layer.momentum is None:
         raise ValueError(
-            f"the model contains a {type(layer).__name__} layer without momentum. Set the layer's momentum,"
-            " for example to 0.1."
+            f"the model contains a {type(layer).__name__} layer without momentum."
+            " Set the layer's momentum, for example to 0.1."
         )

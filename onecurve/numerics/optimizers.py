@@ -19,7 +19,7 @@ def can_fuse_sgd(accelerator: Accelerator) -> bool:
     return accelerator.device.type == "cuda" and accelerator.distributed_type != DistributedType.FSDP
 
 
-def named_optimizer(name: str, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+def named_optimizer(name: str, parameter_groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
     """Create the named optimizer from timm, or else from torch, with default settings.
 
     Raises:
@@ -28,18 +28,19 @@ def named_optimizer(name: str, groups: list[dict[str, Any]], lr: float) -> torch
     from timm.optim import create_optimizer_v2, list_optimizers
 
     timm_names = list(map(str, list_optimizers()))
-    torch_classes = {
-        class_name.lower(): cls
-        for class_name, cls in vars(torch.optim).items()
-        if isinstance(cls, type) and class_name != "Optimizer"
+    class_by_torch_name = {
+        class_name.lower(): optimizer_class
+        for class_name, optimizer_class in vars(torch.optim).items()
+        if isinstance(optimizer_class, type) and class_name != "Optimizer"
     }
     try:
         if name.removeprefix("lookahead_") in timm_names:
-            return create_optimizer_v2(groups, name, lr=lr)
-        if name.lower() in torch_classes:
-            return torch_classes[name.lower()](groups, lr=lr)
+            return create_optimizer_v2(parameter_groups, name, lr=lr)
+        if name.lower() in class_by_torch_name:
+            return class_by_torch_name[name.lower()](parameter_groups, lr=lr)
     except (ValueError, TypeError, AssertionError, ImportError, RuntimeError) as error:
         reason = str(error) or "a required package is not installed"
         raise ValueError(f"--optimizer {name} can't be created: {reason}") from error
-    hint = did_you_mean(name, [*timm_names, *torch_classes]) or "timm.optim.list_optimizers() lists the names"
-    raise ValueError(f"--optimizer {name} is neither in timm nor in torch: {hint}")
+    suggestion = did_you_mean(name, [*timm_names, *class_by_torch_name])
+    advice = suggestion or "timm.optim.list_optimizers() lists the names"
+    raise ValueError(f"--optimizer {name} is neither in timm nor in torch: {advice}")

@@ -16,7 +16,8 @@ import torch
 if TYPE_CHECKING:  # a runtime import would also import all flags
     from onecurve.flags.recipe import Batch, Recipe
 
-Plan = Iterable[tuple[int, np.ndarray]]  # (epoch, sample ids int64 [b]) of each micro-batch, in order
+PlanItem = tuple[int, np.ndarray]  # epoch and sample ids (int64 [b]) of a micro-batch
+Plan = Iterable[PlanItem]  # micro-batches in order
 
 
 class Shuffled:
@@ -28,7 +29,7 @@ class Shuffled:
     def __len__(self) -> int:
         return self.count
 
-    def check(self, batch: "Batch") -> None:
+    def check_batch(self, batch: "Batch") -> None:
         """Accept any batch."""
 
     def order(self, seed: int, epoch: int, batch: "Batch") -> np.ndarray:
@@ -39,31 +40,32 @@ class Streamed:
     """Samples stored in shards, which are read sequentially in parallel streams.
 
     Args:
-        counts: Number of samples in each shard.
+        samples_per_shard: Number of samples in each shard.
         streams: Number of parallel streams.
         window: Number of consecutive samples of a stream that are shuffled together.
     """
 
-    def __init__(self, counts: Sequence[int], streams: int, window: int):
-        self.counts, self.streams, self.window = np.asarray(counts), streams, window
+    def __init__(self, samples_per_shard: Sequence[int], streams: int, window: int):
+        self.samples_per_shard = np.asarray(samples_per_shard)
+        self.streams, self.window = streams, window
 
     def __len__(self) -> int:
-        return int(self.counts.sum())
+        return int(self.samples_per_shard.sum())
 
-    def check(self, batch: "Batch") -> None:
-        total, processes, streams = batch.total, batch.processes, self.streams
-        if total % streams or streams % processes:
-            possible = [
-                candidate for candidate in range(processes, total + 1, processes) if total % candidate == 0
-            ]
-            nearest = sorted(sorted(possible, key=lambda candidate: abs(candidate - streams))[:2])
+    def check_batch(self, batch: "Batch") -> None:
+        batch_size, processes, streams = batch.total, batch.processes, self.streams
+        if batch_size % streams or streams % processes:
+            multiples = range(processes, batch_size + 1, processes)
+            valid_counts = [stream_count for stream_count in multiples if batch_size % stream_count == 0]
+            nearest_first = sorted(valid_counts, key=lambda stream_count: abs(stream_count - streams))
+            advice = f"Choose {' or '.join(map(str, sorted(nearest_first[:2])))}."
             raise ValueError(
-                f"--streams {streams} must divide --batch_size {total} and be a multiple of the number of"
-                f" processes, {processes}. Choose {' or '.join(map(str, nearest))}."
+                f"--streams {streams} must divide --batch_size {batch_size}"
+                f" and be a multiple of the number of processes, {processes}. {advice}"
             )
 
     def order(self, seed: int, epoch: int, batch: "Batch") -> np.ndarray:
-        return stream_order(seed, epoch, self.counts, self.streams, self.window, batch.total)
+        return stream_order(seed, epoch, self.samples_per_shard, self.streams, self.window, batch.total)
 
 
 Samples = Shuffled | Streamed  # determines the number and the order of training samples
@@ -78,32 +80,34 @@ def order(seed: int, epoch: int, count: int) -> np.ndarray:
 
 
 def stream_order(
-    seed: int, epoch: int, counts: np.ndarray, streams: int, window: int, batch_size: int
+    seed: int, epoch: int, samples_per_shard: np.ndarray, streams: int, window: int, batch_size: int
 ) -> np.ndarray:
     """Return the sample ids of one epoch of sharded data: int64 [floor(N / B) * B].
 
-    The shards (shard k contains counts[k] samples) are concatenated in random order and cut into streams of
-    the same length. The samples in a stream are shuffled within windows, so that a reader needs only the
-    shards of one window at a time. A step of B samples uses B / streams samples from each stream, one stream
-    after the other. If the number of processes divides the number of streams, no two processes read the same
-    stream.
+    The shards (shard k contains samples_per_shard[k] samples) are concatenated in random order and cut into
+    streams of the same length. The samples in a stream are shuffled within windows, so that a reader needs
+    only the shards of one window at a time. A step of B samples uses B / streams samples from each stream,
+    one stream after the other. If the number of processes divides the number of streams, no two processes
+    read the same stream.
     """
     generator = np.random.RandomState([seed, epoch])
-    shard_ends = np.cumsum(counts)
-    shards = [
-        np.arange(shard_ends[shard] - counts[shard], shard_ends[shard])
-        for shard in generator.permutation(len(counts))
+    shard_ends = np.cumsum(samples_per_shard)
+    shard_starts = shard_ends - samples_per_shard
+    shuffled_shards = [
+        np.arange(shard_starts[shard], shard_ends[shard])
+        for shard in generator.permutation(len(samples_per_shard))
     ]
-    sequence = np.concatenate(shards)
-    steps, samples_per_step = len(sequence) // batch_size, batch_size // streams
-    by_stream = sequence[: steps * batch_size].reshape(streams, steps * samples_per_step)
-    for stream_index, stream in enumerate(by_stream):
+    concatenated_ids = np.concatenate(shuffled_shards)
+    steps, samples_per_step = len(concatenated_ids) // batch_size, batch_size // streams
+    ids_by_stream = concatenated_ids[: steps * batch_size].reshape(streams, steps * samples_per_step)
+    for stream_index, stream_ids in enumerate(ids_by_stream):
         # The first window has a different length in each stream, so that the streams need new shards at
         # different steps.
-        first_window = window * (stream_index + 1) // streams
-        for samples in np.split(stream, range(first_window, len(stream), window)):
-            generator.shuffle(samples)
-    return by_stream.reshape(streams, steps, samples_per_step).swapaxes(0, 1).reshape(-1)
+        first_window_length = window * (stream_index + 1) // streams
+        window_starts = range(first_window_length, len(stream_ids), window)
+        for window_ids in np.split(stream_ids, window_starts):
+            generator.shuffle(window_ids)
+    return ids_by_stream.reshape(streams, steps, samples_per_step).swapaxes(0, 1).reshape(-1)
 
 
 def steps_per_epoch(samples: Samples, batch: "Batch") -> int:
@@ -113,11 +117,12 @@ def steps_per_epoch(samples: Samples, batch: "Batch") -> int:
         ValueError: If a batch is larger than the data, or if the number of streams does not match the batch.
     """
     if len(samples) < batch.total:
+        max_batch_size = len(samples) // batch.processes * batch.processes
         raise ValueError(
-            f"--batch_size {batch.total} is more than the {len(samples)} training {batch.unit}. Choose"
-            f" at most {len(samples) // batch.processes * batch.processes}."
+            f"--batch_size {batch.total} is more than the {len(samples)} training {batch.unit}."
+            f" Choose at most {max_batch_size}."
         )
-    samples.check(batch)
+    samples.check_batch(batch)
     return len(samples) // batch.total
 
 
@@ -125,10 +130,10 @@ def steps_per_epoch(samples: Samples, batch: "Batch") -> int:
 class Steps:
     """Range of optimizer steps that a run trains, first ... last - 1."""
 
-    per_epoch: int
+    per_epoch: int  # number of steps per epoch
     total: int  # number of steps in all epochs, used as the schedule length
-    last: int  # minimum of total and --max_steps
-    first: int = 0  # greater than 0 in a resumed run
+    last: int  # exclusive end of the range, the minimum of total and --max_steps
+    first: int = 0  # first step of the range, greater than 0 in a resumed run
 
     @classmethod
     def of(cls, samples: Samples, batch: "Batch", recipe: "Recipe") -> "Steps":
@@ -146,18 +151,19 @@ def training_plan(
 ) -> Plan:
     """Yield this rank's training micro-batches for the steps first_step ... last_step - 1, in order."""
     per_epoch = steps_per_epoch(samples, batch)
-    epoch, ids = -1, np.empty(0, np.int64)
+    epoch, epoch_ids = -1, np.empty(0, np.int64)
     for step in range(first_step, last_step):
         if step // per_epoch != epoch:
             epoch = step // per_epoch
-            ids = samples.order(seed, epoch, batch)
-        start = (step % per_epoch) * batch.total
-        for index in batch.micro_batches(rank):
-            yield epoch, ids[start + index * batch.per_device : start + (index + 1) * batch.per_device]
+            epoch_ids = samples.order(seed, epoch, batch)
+        step_start = (step % per_epoch) * batch.total
+        for micro_batch in batch.micro_batches(rank):
+            start = step_start + micro_batch * batch.per_device
+            yield epoch, epoch_ids[start : start + batch.per_device]
 
 
 def evaluation_plan(
-    count: int, per_device: int, processes: int, rank: int
+    sample_count: int, per_device: int, processes: int, rank: int
 ) -> Iterator[tuple[np.ndarray, int]]:
     """Yield this rank's evaluation micro-batches. All ranks together evaluate each sample exactly once.
 
@@ -169,35 +175,35 @@ def evaluation_plan(
     Yields:
         Sample ids, int64 [per_device], and the number of ids that precede the padding.
     """
-    samples_per_rank = -(-count // (per_device * processes)) * per_device
-    first, end = rank * samples_per_rank, min((rank + 1) * samples_per_rank, count)
-    for start in range(first, first + samples_per_rank, per_device):
-        ids = np.arange(start, start + per_device)
-        valid_count = int(np.count_nonzero(ids < end))
-        yield np.minimum(ids, end - 1), valid_count
+    samples_per_rank = -(-sample_count // (per_device * processes)) * per_device
+    first_id, end_id = rank * samples_per_rank, min((rank + 1) * samples_per_rank, sample_count)
+    for batch_start in range(first_id, first_id + samples_per_rank, per_device):
+        ids = np.arange(batch_start, batch_start + per_device)
+        valid_count = int(np.count_nonzero(ids < end_id))
+        yield np.minimum(ids, end_id - 1), valid_count
 
 
-def chosen_by_hash(count: int, size: int) -> np.ndarray:
-    """Choose `size` of the ids 0 ... count - 1 by a fixed hash, and return them sorted: int64 [size].
+def choose_by_hash(sample_count: int, chosen_count: int) -> np.ndarray:
+    """Choose ids from 0 ... sample_count - 1 by a fixed hash, and return them sorted: int64 [chosen_count].
 
     The choice does not depend on the seed. A smaller choice is always a subset of a larger one.
     """
-    return np.sort(np.argsort(hashes(count), kind="stable")[:size])
+    return np.sort(np.argsort(sample_hashes(sample_count), kind="stable")[:chosen_count])
 
 
-def hashes(count: int) -> np.ndarray:
-    """Return a fixed, unique hash for each sample id 0 ... count - 1: uint64 [count]."""
-    return _scramble(np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN))
+def sample_hashes(sample_count: int) -> np.ndarray:
+    """Return a fixed, unique hash for each sample id 0 ... sample_count - 1: uint64 [sample_count]."""
+    return _scramble(np.arange(1, sample_count + 1, dtype=np.uint64) * np.uint64(_GOLDEN_INCREMENT))
 
 
-_GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's increment: 2**64 / golden ratio
-_MASK = 2**64 - 1  # truncates Python integers to 64 bits
+_GOLDEN_INCREMENT = 0x9E3779B97F4A7C15  # SplitMix64's increment: 2**64 / golden ratio
+_UINT64_MASK = 2**64 - 1  # truncates Python integers to 64 bits
 
 
 def _scramble(x: Any) -> Any:
     """Scramble 64-bit integers with SplitMix64's finalizer (Steele, Lea, Flood 2014)."""
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _UINT64_MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _UINT64_MASK
     return x ^ (x >> 31)
 
 
@@ -205,7 +211,7 @@ def _hash_integers(*integers: int) -> int:
     """Return a 64-bit hash of several integers. Plain Python is faster than NumPy for a few integers."""
     hashed = 0
     for integer in integers:
-        hashed = _scramble((hashed + (integer + 1) * _GOLDEN) & _MASK)
+        hashed = _scramble((hashed + (integer + 1) * _GOLDEN_INCREMENT) & _UINT64_MASK)
     return hashed
 
 
@@ -214,10 +220,11 @@ def uniforms(seed: int, epoch: int, samples: np.ndarray, count: int) -> np.ndarr
 
     COLUMNS in onecurve/numerics/augment.py assigns each column to an operation.
     """
-    key = np.uint64(_hash_integers(seed, epoch))
-    per_sample = _scramble(key + np.asarray(samples).astype(np.uint64) * np.uint64(_GOLDEN))
-    draws = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-    return (_scramble(per_sample[:, None] + draws) >> np.uint64(11)) * 2.0**-53
+    epoch_key = np.uint64(_hash_integers(seed, epoch))
+    sample_keys = _scramble(epoch_key + np.asarray(samples).astype(np.uint64) * np.uint64(_GOLDEN_INCREMENT))
+    column_offsets = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN_INCREMENT)
+    upper_53_bits = _scramble(sample_keys[:, None] + column_offsets) >> np.uint64(11)
+    return upper_53_bits * 2.0**-53
 
 
 def reseed(seed: int, step: int, index: int) -> None:
@@ -226,7 +233,8 @@ def reseed(seed: int, step: int, index: int) -> None:
     The generators determine dropout, drop path and mixup. Without a GPU, torch.manual_seed() would take 0.4
     ms to format a stack trace (torch 2.15), so this function seeds the generators directly.
     """
-    bits = _hash_integers(seed, step, index) >> 1  # 63 bits, because generators accept only signed integers
-    torch.default_generator.manual_seed(bits)
+    # 63 bits, because generators accept only signed integers
+    micro_batch_seed = _hash_integers(seed, step, index) >> 1
+    torch.default_generator.manual_seed(micro_batch_seed)
     if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(bits)
+        torch.cuda.manual_seed_all(micro_batch_seed)

@@ -16,13 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .augment import LUMA, send_arrays
+from .augment import BLUE_LUMA, GREEN_LUMA, RED_LUMA, send_arrays
 
 WarpFactors = tuple[float | np.ndarray, ...]
+LayerPlan = tuple[list[int], tuple[np.ndarray, ...]]  # group sizes, and LAYER_ARRAYS arrays
 
 LAYER_DRAWS = 4  # number of random numbers per sample and layer
+LAYER_ARRAYS = 4  # number of arrays in a layer's plan
 GREY = 128  # value of all channels in filled areas
-EDGE = 224  # image size in pixels to which the constants of shifts and cut-outs refer
+REFERENCE_EDGE = 224  # image size in pixels to which the constants of shifts and cut-outs refer
 
 
 def rand_augment(images: Tensor, draws: np.ndarray, layers: int, magnitude: float) -> Tensor:
@@ -40,54 +42,63 @@ def rand_augment(images: Tensor, draws: np.ndarray, layers: int, magnitude: floa
     """
     strength, (h, w) = magnitude / 10, images.shape[1:3]
     layer_draws = [draws[:, layer * LAYER_DRAWS : (layer + 1) * LAYER_DRAWS] for layer in range(layers)]
-    plans = [_plan(draws_of_layer, h, w, strength) for draws_of_layer in layer_draws]
-    sent = send_arrays([array for _, arrays in plans for array in arrays], images.device)
-    for layer, (counts, _) in enumerate(plans):
-        order, inverse, factors, centers = sent[4 * layer : 4 * layer + 4]
-        group_images = images.index_select(0, order).split(counts)
-        augmented = [
-            _apply_group(group, subset, strength, factors, centers) if len(subset) else subset
-            for group, subset in zip(GROUP_NAMES, group_images, strict=True)
+    layer_plans = [_plan_layer(draws_of_layer, h, w, strength) for draws_of_layer in layer_draws]
+    plan_arrays = [array for _group_sizes, arrays in layer_plans for array in arrays]
+    device_arrays = send_arrays(plan_arrays, images.device)
+    for layer, (group_sizes, _arrays) in enumerate(layer_plans):
+        layer_arrays = device_arrays[LAYER_ARRAYS * layer : LAYER_ARRAYS * (layer + 1)]
+        order, inverse_order, warp_factors, cutout_centers = layer_arrays
+        images_by_group = images.index_select(0, order).split(group_sizes)
+        augmented_groups = [
+            _apply_group(group_name, group_images, strength, warp_factors, cutout_centers)
+            for group_name, group_images in zip(GROUP_NAMES, images_by_group, strict=True)
         ]
-        images = torch.cat(augmented).index_select(0, inverse)
+        images = torch.cat(augmented_groups).index_select(0, inverse_order)
     return images
 
 
-def _plan(draws: np.ndarray, h: int, w: int, strength: float) -> tuple[list[int], tuple[np.ndarray, ...]]:
-    """Plan one layer's operations, and return the number of images in each group and four arrays.
+def _plan_layer(draws: np.ndarray, h: int, w: int, strength: float) -> LayerPlan:
+    """Plan one layer's operations, and return the number of images in each group and LAYER_ARRAYS arrays.
 
     The arrays contain the order of the images by group (int64 [B]), the inverse of this order (int64 [B]),
     the factors for _warped() (float32 [6, warped]), and the centers of the cut-out squares (int32 [cut out,
     2]).
     """
-    operations = (draws[:, 0] * len(OPERATIONS)).astype(np.int64)
-    group = _GROUP_OF[operations]
-    order = np.argsort(group, kind="stable")
-    factors = np.zeros((6, len(draws)))
-    direction = np.where(draws[:, 1] < 0.5, -1.0, 1.0)
-    for name, factors_of in WARPS.items():
-        is_warped = operations == OPERATIONS.index(name)
-        for factor_row, factor in zip(factors, factors_of(h, w, strength, direction[is_warped]), strict=True):
-            factor_row[is_warped] = factor
-    warped, cut_out = (order[group[order] == GROUP_NAMES.index(name)] for name in ("Warp", "Cutout"))
-    centers = np.floor(draws[cut_out, 2:4] * (h, w)).astype(np.int32)
-    counts = np.bincount(group, minlength=len(GROUP_NAMES)).tolist()
-    return counts, (order, np.argsort(order), factors[:, warped].astype(np.float32), centers)
+    operation_draws, direction_draws, center_draws = draws[:, 0], draws[:, 1], draws[:, 2:4]
+    operations = (operation_draws * len(OPERATIONS)).astype(np.int64)
+    groups = _GROUP_INDICES[operations]
+    order = np.argsort(groups, kind="stable")
+    warp_factors = np.zeros((6, len(draws)))
+    directions = np.where(direction_draws < 0.5, -1.0, 1.0)
+    for warp_name, factors_of_warp in WARPS.items():
+        is_warped = operations == OPERATIONS.index(warp_name)
+        new_factors = factors_of_warp(h, w, strength, directions[is_warped])
+        for factor_row, new_factor in zip(warp_factors, new_factors, strict=True):
+            factor_row[is_warped] = new_factor
+    warped, cut_out = (order[groups[order] == GROUP_NAMES.index(name)] for name in ("Warp", "Cutout"))
+    cutout_centers = np.floor(center_draws[cut_out] * (h, w)).astype(np.int32)
+    group_sizes = np.bincount(groups, minlength=len(GROUP_NAMES)).tolist()
+    sorted_factors = warp_factors[:, warped].astype(np.float32)
+    return group_sizes, (order, np.argsort(order), sorted_factors, cutout_centers)
 
 
-def _apply_group(group: str, images: Tensor, strength: float, factors: Tensor, centers: Tensor) -> Tensor:
-    if group == "Warp":
-        return _warped(images, factors)
-    if group == "Cutout":
-        return _cutout(images, strength, centers)
-    return SIMPLE_OPERATIONS[group](images, strength)
+def _apply_group(
+    group_name: str, images: Tensor, strength: float, warp_factors: Tensor, cutout_centers: Tensor
+) -> Tensor:
+    if not len(images):
+        return images
+    if group_name == "Warp":
+        return _warped(images, warp_factors)
+    if group_name == "Cutout":
+        return _cutout(images, strength, cutout_centers)
+    return SIMPLE_OPERATIONS[group_name](images, strength)
 
 
-def _torchvision(name: str, images: Tensor, *arguments: float) -> Tensor:
+def _call_torchvision(function_name: str, images: Tensor, *arguments: float) -> Tensor:
     """Call a function of torchvision.transforms.v2.functional, which expects [b, 3, H, W]."""
     from torchvision.transforms.v2 import functional  # takes seconds to import
 
-    return getattr(functional, name)(images.movedim(3, 1), *arguments).movedim(1, 3)
+    return getattr(functional, function_name)(images.movedim(3, 1), *arguments).movedim(1, 3)
 
 
 # --- Operations: (uint8 [b, H, W, 3], strength >= 0) -> uint8 [b, H, W, 3]
@@ -95,71 +106,76 @@ def _torchvision(name: str, images: Tensor, *arguments: float) -> Tensor:
 
 def _auto_contrast(images: Tensor, strength: float) -> Tensor:
     """Stretch each channel so that its darkest value becomes 0 and its brightest value becomes 255."""
-    low, high = (reduce(images, dim=(1, 2), keepdim=True).float() for reduce in (torch.amin, torch.amax))
-    scale = 255 / (high - low)
-    return torch.where(high > low, _clip(images * scale - low * scale), images)
+    darkest = images.amin((1, 2), keepdim=True).float()
+    brightest = images.amax((1, 2), keepdim=True).float()
+    scale = 255 / (brightest - darkest)
+    return torch.where(brightest > darkest, _clip_to_uint8(images * scale - darkest * scale), images)
 
 
 def _posterize(images: Tensor, strength: float) -> Tensor:
     """Keep only the upper bits of each pixel value."""
-    return _torchvision("posterize", images, min(8, int(4 * strength)))
+    upper_bits = min(8, int(4 * strength))
+    return _call_torchvision("posterize", images, upper_bits)
 
 
 def _solarize(images: Tensor, strength: float) -> Tensor:
     """Invert pixels above a threshold."""
     threshold = int(256 * strength)
-    return _torchvision("solarize", images, threshold) if threshold <= 255 else images
+    return _call_torchvision("solarize", images, threshold) if threshold <= 255 else images
 
 
 def _solarize_add(images: Tensor, strength: float) -> Tensor:
     """Brighten dark pixels by adding a constant."""
-    brighter = (images.short() + int(110 * strength)).clamp(max=255).to(torch.uint8)
-    return torch.where(images < 128, brighter, images)
+    brighter_images = (images.short() + int(110 * strength)).clamp(max=255).to(torch.uint8)
+    return torch.where(images < 128, brighter_images, images)
 
 
-def _color(images: Tensor, strength: float) -> Tensor:
-    return _blended(images, _brightness(images), strength)
+def _adjust_color(images: Tensor, strength: float) -> Tensor:
+    return _blended(images, _pixel_brightness(images), strength)
 
 
-def _contrast(images: Tensor, strength: float) -> Tensor:
+def _adjust_contrast(images: Tensor, strength: float) -> Tensor:
     h, w = images.shape[1:3]
-    mean = _brightness(images).int().sum((1, 2), keepdim=True) // (h * w)
-    return _blended(images, mean, strength)
+    mean_brightness = _pixel_brightness(images).int().sum((1, 2), keepdim=True) // (h * w)
+    return _blended(images, mean_brightness, strength)
 
 
-def _sharpness(images: Tensor, strength: float) -> Tensor:
+def _adjust_sharpness(images: Tensor, strength: float) -> Tensor:
     """Blend images with 3 x 3 means that weight the center pixel by 5. Border pixels do not change."""
     h, w = images.shape[1:3]
-    values = images.short()
-    rows = values[:, :-2] + values[:, 1:-1] + values[:, 2:]
-    total = rows[:, :, :-2] + rows[:, :, 1:-1] + rows[:, :, 2:] + 4 * values[:, 1:-1, 1:-1]
-    smooth = images.clone()
-    smooth[:, 1 : h - 1, 1 : w - 1] = (total // 13).to(torch.uint8)
-    return _blended(images, smooth, strength)
+    pixels = images.short()
+    row_sums = pixels[:, :-2] + pixels[:, 1:-1] + pixels[:, 2:]
+    box_sums = row_sums[:, :, :-2] + row_sums[:, :, 1:-1] + row_sums[:, :, 2:]
+    weighted_sums = box_sums + 4 * pixels[:, 1:-1, 1:-1]
+    smooth_images = images.clone()
+    smooth_images[:, 1 : h - 1, 1 : w - 1] = (weighted_sums // 13).to(torch.uint8)
+    return _blended(images, smooth_images, strength)
 
 
 def _cutout(images: Tensor, strength: float, centers: Tensor) -> Tensor:
     """Fill a square around each center (int32 [b, 2]) with GREY, clipped at the image border."""
     h, w = images.shape[1:3]
-    half = int(40 / EDGE * min(h, w) * strength)
+    half_edge = int(40 / REFERENCE_EDGE * min(h, w) * strength)
     y, x = (torch.arange(edge, device=images.device, dtype=torch.int32) for edge in (h, w))
-    rows, columns = (
-        (positions >= center - half) & (positions < center + half)
-        for positions, center in ((y, centers[:, :1]), (x, centers[:, 1:]))
-    )
-    return images.masked_fill((rows[:, :, None] & columns[:, None, :])[..., None], GREY)
+    center_y, center_x = centers[:, :1], centers[:, 1:]
+    is_cut_row = (y >= center_y - half_edge) & (y < center_y + half_edge)  # [b, H]
+    is_cut_column = (x >= center_x - half_edge) & (x < center_x + half_edge)  # [b, W]
+    is_cut = is_cut_row[:, :, None] & is_cut_column[:, None, :]
+    return images.masked_fill(is_cut[..., None], GREY)
 
 
 SIMPLE_OPERATIONS = {
     "AutoContrast": _auto_contrast,
-    "Equalize": lambda images, strength: _torchvision("equalize", images),
-    "Invert": lambda images, strength: _torchvision("invert", images),
+    "Equalize": lambda images, strength: _call_torchvision("equalize", images),
+    "Invert": lambda images, strength: _call_torchvision("invert", images),
     "Posterize": _posterize,
     "Solarize": _solarize,
-    "Color": _color,
-    "Contrast": _contrast,
-    "Brightness": lambda images, strength: _torchvision("adjust_brightness", images, _factor(strength)),
-    "Sharpness": _sharpness,
+    "Color": _adjust_color,
+    "Contrast": _adjust_contrast,
+    "Brightness": lambda images, strength: _call_torchvision(
+        "adjust_brightness", images, _enhance_factor(strength)
+    ),
+    "Sharpness": _adjust_sharpness,
     "SolarizeAdd": _solarize_add,
 }
 
@@ -170,16 +186,32 @@ SIMPLE_OPERATIONS = {
 def _rotate(h: int, w: int, strength: float, direction: np.ndarray) -> WarpFactors:
     angle = np.radians(30 * strength) * direction
     cos, sin = np.cos(angle), np.sin(angle)
-    y, x = (h - 1) / 2, (w - 1) / 2
-    return cos, -sin, x - cos * x + sin * y, sin, cos, y - sin * x - cos * y
+    center_y, center_x = (h - 1) / 2, (w - 1) / 2
+    shift_x = center_x - cos * center_x + sin * center_y
+    shift_y = center_y - sin * center_x - cos * center_y
+    return cos, -sin, shift_x, sin, cos, shift_y
 
 
 WARPS: dict[str, Callable[[int, int, float, np.ndarray], WarpFactors]] = {
     "Rotate": _rotate,
     "ShearX": lambda h, w, strength, direction: (1, 0.3 * strength * direction, 0, 0, 1, 0),
     "ShearY": lambda h, w, strength, direction: (1, 0, 0, 0.3 * strength * direction, 1, 0),
-    "TranslateX": lambda h, w, strength, direction: (1, 0, 100 / EDGE * w * strength * direction, 0, 1, 0),
-    "TranslateY": lambda h, w, strength, direction: (1, 0, 0, 0, 1, 100 / EDGE * h * strength * direction),
+    "TranslateX": lambda h, w, strength, direction: (
+        1,
+        0,
+        100 / REFERENCE_EDGE * w * strength * direction,
+        0,
+        1,
+        0,
+    ),
+    "TranslateY": lambda h, w, strength, direction: (
+        1,
+        0,
+        0,
+        0,
+        1,
+        100 / REFERENCE_EDGE * h * strength * direction,
+    ),
 }
 
 # Operations in the order of the indices that random numbers select
@@ -190,27 +222,27 @@ OPERATIONS = (
 # Groups of operations whose images are processed together. The warps form a single group, which reduces the
 # number of kernel launches on a GPU.
 GROUP_NAMES = (*SIMPLE_OPERATIONS, "Cutout", "Warp")
-_GROUP_OF = np.array([GROUP_NAMES.index("Warp" if name in WARPS else name) for name in OPERATIONS])
+_GROUP_INDICES = np.array([GROUP_NAMES.index("Warp" if name in WARPS else name) for name in OPERATIONS])
 
 
-def _brightness(images: Tensor) -> Tensor:
+def _pixel_brightness(images: Tensor) -> Tensor:
     """Return each pixel's brightness according to ITU-R 601-2: uint8 [b, H, W, 1]."""
     red, green, blue = images.float().unbind(3)
-    return (LUMA[0] * red + LUMA[1] * green + LUMA[2] * blue).round_().to(torch.uint8)[..., None]
+    return (RED_LUMA * red + GREEN_LUMA * green + BLUE_LUMA * blue).round_().to(torch.uint8)[..., None]
 
 
 def _blended(images: Tensor, blend_images: Tensor, strength: float) -> Tensor:
-    """Blend `blend_images` (factor 0) with the images (factor 1) by _factor(strength), which may exceed 1."""
+    """Blend `blend_images` (factor 0) with the images (factor 1). The factor may exceed 1."""
     blend_images = blend_images.float()
-    return _clip(blend_images + _factor(strength) * (images - blend_images))
+    return _clip_to_uint8(blend_images + _enhance_factor(strength) * (images - blend_images))
 
 
-def _factor(strength: float) -> float:
+def _enhance_factor(strength: float) -> float:
     """Return PIL's ImageEnhance factor, where 1 keeps the image and 0 removes, for example, its contrast."""
     return 1.8 * strength + 0.1
 
 
-def _clip(values: Tensor) -> Tensor:
+def _clip_to_uint8(values: Tensor) -> Tensor:
     return values.clamp(0, 255).to(torch.uint8)
 
 
@@ -220,14 +252,16 @@ def _warped(images: Tensor, factors: Tensor) -> Tensor:
     Positions whose source lies outside the image become GREY. `factors` contains a to f of each image,
     float32 [6, b].
     """
-    b, h, w, _ = images.shape
-    factors = factors[:, :, None, None]
+    image_count, h, w, _ = images.shape
+    a, b, c, d, e, f = factors[:, :, None, None].unbind()
     x = torch.arange(w, device=images.device).float()
     y = torch.arange(h, device=images.device).float()[:, None]
-    columns = (factors[0] * x + factors[1] * y + factors[2] + 0.5).floor_().long()  # [b, H, W]
-    rows = (factors[3] * x + factors[4] * y + factors[5] + 0.5).floor_().long()
-    is_inside = (columns >= 0) & (columns < w) & (rows >= 0) & (rows < h)
-    first_pixels = torch.arange(b, device=images.device)[:, None, None] * (h * w)
-    pixels = first_pixels + rows.clamp_(0, h - 1) * w + columns.clamp_(0, w - 1)
-    sampled = images.reshape(-1, 3).index_select(0, pixels.view(-1)).view(images.shape)
-    return torch.where(is_inside[..., None], sampled, GREY)
+    source_columns = (a * x + b * y + c + 0.5).floor_().long()  # [b, H, W]
+    source_rows = (d * x + e * y + f + 0.5).floor_().long()  # [b, H, W]
+    is_inside_column = (source_columns >= 0) & (source_columns < w)
+    is_inside = is_inside_column & (source_rows >= 0) & (source_rows < h)
+    first_pixels = torch.arange(image_count, device=images.device)[:, None, None] * (h * w)
+    row_pixels = first_pixels + source_rows.clamp_(0, h - 1) * w
+    pixel_indices = row_pixels + source_columns.clamp_(0, w - 1)
+    warped_images = images.reshape(-1, 3).index_select(0, pixel_indices.view(-1)).view(images.shape)
+    return torch.where(is_inside[..., None], warped_images, GREY)

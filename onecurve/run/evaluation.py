@@ -16,7 +16,7 @@ from onecurve.distributed.exact_sum import exact_sum
 from onecurve.flags.recipe import METRICS, Batch, ImageRecipe, Metric
 from onecurve.models.preprocessing import IMAGENET_CROP, Crop
 from onecurve.numerics.augment import send, to_float
-from onecurve.numerics.order import chosen_by_hash, evaluation_plan
+from onecurve.numerics.order import choose_by_hash, evaluation_plan
 
 SHOWN_IMAGES = 16  # Number of sample predictions shown in plots/
 # Maximum number of classes for which a confusion matrix is stored instead of the most frequent mistakes
@@ -119,7 +119,7 @@ def evaluate(
     counts_by_class = confusion = None
     labels_and_predictions, examples = list[Tensor](), []
     expected_images = evaluated_count(split, recipe)
-    example_ids = chosen_by_hash(len(split), min(SHOWN_IMAGES, expected_images))
+    example_ids = choose_by_hash(len(split), min(SHOWN_IMAGES, expected_images))
     show_progress = watcher.show_progress
     for outputs in predict_batches(accelerator, model, split, recipe, batch, mean, std, show_progress, crop):
         class_count, predicted = outputs.logits.shape[1], outputs.logits.argmax(1)
@@ -164,7 +164,7 @@ def evaluated_count(split: Split, recipe: ImageRecipe) -> int:
 
 def evaluated_ids(split: Split, recipe: ImageRecipe) -> np.ndarray:
     """Return the ids of the images to evaluate, in ascending order, int64 [counted(split, recipe)]."""
-    return chosen_by_hash(len(split), evaluated_count(split, recipe))
+    return choose_by_hash(len(split), evaluated_count(split, recipe))
 
 
 @torch.no_grad()

@@ -40,7 +40,7 @@ def test_an_image_has_the_name_of_its_file(form, are_decoded, flags, tmp_path):
         for position, name in enumerate(names_in(split)):
             expected = decode_image((tmp_path / "pets" / name).read_bytes())
             stored = split.part.stored(np.array([position]))[0]
-            image = split.images[stored] if are_decoded else split.open().decode(position)
+            image = split.images[stored] if are_decoded else split.open_images().decode(position)
             assert image.tolist() == expected.tolist()
     folder = images.train.part.folder
     for file in folder.glob("*_names.txt"):  # Caches written by earlier versions contain no names
@@ -84,7 +84,7 @@ def test_shards_get_names_from_their_members(tmp_path):
         images = opened(out, tmp_path / "cache", **flags)
         for split, folder in ((images.train, "train"), (images.val, "train" if flags else "val")):
             for position, name in enumerate(names_in(split)):
-                assert split.open().content(position) == (data / folder / name).read_bytes()
+                assert split.open_images().content(position) == (data / folder / name).read_bytes()
     split = opened(out, tmp_path / "cache").train
     expected = names_in(split)
     (out / "train_names.txt").write_text("a.png\n")

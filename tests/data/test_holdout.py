@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import validate
-from onecurve.data.splits import held_out
+from onecurve.data.splits import held_out_mask
 from onecurve.system.files import read_json
 from tests.conftest import CNN, ROOT, Job, copy_project, full, metrics, mutate, python, result, run, torchrun
 from tests.support.compare import assert_same_tensors
@@ -24,43 +24,43 @@ SORTED = [0] * 10 + [1] * 10
 @pytest.mark.parametrize(("holdout", "expected"), [(0.1, [10, 4, 1]), (30, [20, 8, 2]), (1, [1, 0, 0])])
 def test_each_class_is_held_out_in_the_same_proportion(holdout, expected):
     labels = np.random.RandomState(0).permutation(np.repeat([0, 1, 2], [100, 40, 10]))
-    is_held_out = held_out(labels, holdout)
+    is_held_out = held_out_mask(labels, holdout)
     assert np.bincount(labels[is_held_out], minlength=3).tolist() == expected
-    assert (held_out(labels, holdout) == is_held_out).all()
+    assert (held_out_mask(labels, holdout) == is_held_out).all()
     # The same images must be selected on every machine.
-    assert np.flatnonzero(held_out(np.zeros(20, np.int64), 5)).tolist() == [2, 4, 6, 8, 18]
+    assert np.flatnonzero(held_out_mask(np.zeros(20, np.int64), 5)).tolist() == [2, 4, 6, 8, 18]
 
 
 def test_each_class_keeps_a_training_image():
     labels = np.array([0] * 10 + [1, 2, 2])
-    assert np.bincount(labels[~held_out(labels, 10)]).tolist() == [1, 1, 1]
+    assert np.bincount(labels[~held_out_mask(labels, 10)]).tolist() == [1, 1, 1]
     for holdout in (11, 0.9, 0.01):
         with pytest.raises(
             ValueError, match=r"of 13 training images\. .* 1 to 10 images, because each class must keep"
         ):
-            held_out(labels, holdout)
+            held_out_mask(labels, holdout)
 
 
 def test_folds_partition_the_images_and_stratify_the_classes():
     labels = np.random.RandomState(0).permutation(np.repeat([0, 1, 2], [101, 43, 7]))
-    folds = [held_out(labels, f"{k}/5") for k in range(1, 6)]
+    folds = [held_out_mask(labels, f"{k}/5") for k in range(1, 6)]
     assert np.stack(folds).sum(0).tolist() == [1] * len(labels)
     assert [fold.sum() for fold in folds] == [31, 30, 30, 30, 30]
     counts = np.array([np.bincount(labels[fold], minlength=3) for fold in folds])
     assert (np.ptp(counts, 0) <= 1).all()
     # The same images must be selected on every machine.
-    assert np.flatnonzero(held_out(np.zeros(10, np.int64), "2/5")).tolist() == [4, 7]
+    assert np.flatnonzero(held_out_mask(np.zeros(10, np.int64), "2/5")).tolist() == [4, 7]
     for labels, text in (
         ([0] * 8 + [1], "9 images, with 1 in the smallest class"),
         ([0, 0, 1, 1], "4 images, with 2 in the smallest class"),
     ):
         with pytest.raises(ValueError, match=f"--fold 1/5 needs at least .* contains {text}"):
-            held_out(np.array(labels), "1/5")
+            held_out_mask(np.array(labels), "1/5")
 
 
 def test_folds_split_the_same_data(tmp_path):
     data = data_set(tmp_path / "pets", labels=SORTED, whole=20)
-    is_held_out = held_out(np.array(SORTED), "2/5")
+    is_held_out = held_out_mask(np.array(SORTED), "2/5")
     first, second = (opened(data, tmp_path / "cache", holdout=f"{k}/5") for k in (1, 2))
     assert first.source == second.source
     assert second.val.part.stored(np.arange(4)).tolist() == np.flatnonzero(is_held_out).tolist()
@@ -77,7 +77,7 @@ def test_data_without_a_held_out_split(form, split, tmp_path):
     with pytest.raises(ValueError, match=r"contains no evaluation split .* with --holdout 0\.1"):
         opened(data, cache)
     images = opened(data, cache, holdout=0.2)
-    is_held_out, all_pixels = held_out(np.array(SORTED), 0.2), pixels(*range(20))
+    is_held_out, all_pixels = held_out_mask(np.array(SORTED), 0.2), pixels(*range(20))
     assert pixels_of(images.train) == [image.tobytes() for image in all_pixels[~is_held_out]]
     assert pixels_of(images.val) == [image.tobytes() for image in all_pixels[is_held_out]]
     assert (images.train.labels.tolist(), images.val.labels.tolist()) == ([0] * 8 + [1] * 8, [0, 0, 1, 1])
@@ -109,7 +109,7 @@ def test_data_with_its_own_held_out_split(form, tmp_path):
         data = tmp_path / "out"
     whole, images = opened(data, cache), opened(data, cache, holdout=0.2)
     assert (whole.test, images.val_name, images.test_name) == (None, "holdout", whole.val_name)
-    is_held_out = held_out(whole.train.labels, 0.2)
+    is_held_out = held_out_mask(whole.train.labels, 0.2)
     assert is_held_out.sum() == 4
     for part, expected in ((images.train, ~is_held_out), (images.val, is_held_out)):
         assert (part.labels == whole.train.labels[expected]).all()
@@ -127,7 +127,7 @@ def test_data_with_its_own_held_out_split(form, tmp_path):
 
 @pytest.mark.parametrize("form", ["folders", "parquet"])
 def test_a_broken_held_out_image_is_reported_by_its_name(form, tmp_path):
-    broken = int(np.flatnonzero(held_out(np.array(SORTED), 0.2))[-1])
+    broken = int(np.flatnonzero(held_out_mask(np.array(SORTED), 0.2))[-1])
     images = [png(k) if form == "folders" or k != broken else b"no image" for k in range(20)]
     root = data_set(tmp_path / "pets", form, labels=SORTED, whole=images)
     name = f"row {broken} of {root}/train-00000-of-00001.parquet"
@@ -187,7 +187,7 @@ def test_other_data_is_evaluated_whole(finished, cache, tmp_path):
     run([*command, "--holdout", "0.5", "--split", "val", "--output_dir", "half"], cwd=tmp_path)
     with open(tmp_path / "half/predictions.csv") as file:
         rows = {int(row["id"]): row for row in csv.DictReader(file)}
-    assert [*rows] == np.flatnonzero(held_out(np.repeat(range(10), 2), 0.5)).tolist()
+    assert [*rows] == np.flatnonzero(held_out_mask(np.repeat(range(10), 2), 0.5)).tolist()
     assert all(row["file"] == f"{number // 2}/{number % 2}.png" for number, row in rows.items())
     assert all(row["file"][0] == row["label"] for row in rows.values())
     worst = read_json(tmp_path / "half/report.json")["worst"]

@@ -606,7 +606,7 @@ def test_transient_errors_of_a_network_mount_are_retried(number, workers, tmp_pa
     split = opened(root, tmp_path / "cache").train
     plan = [(0, np.arange(4)), (0, np.arange(4, 8))]
     expected, _ = read(split, plan)
-    split.open = partial(Flaky, number, *split.open.args)
+    split.open_images = partial(Flaky, number, *split.open_images.args)
     monkeypatch.setattr(files, "BACKOFF_S", 0.0)
     monkeypatch.setattr(files, "_first_retry", [])
     monkeypatch.setattr(encoded_module, "open", open, raising=False)

@@ -113,7 +113,7 @@ def test_samples_equal_local_ones_and_the_cache_is_bounded(workers, local, url, 
     counts = []
     through_proxy.on("GET", r"\.tar", lambda: counts.append(len(shards_in(tmp_path / "cache"))), times=None)
     batch = share_out(24, 6, 2)
-    remote.train.check(batch)
+    remote.train.check_batch(batch)
     for rank in range(2):
         plan = list(training_plan(disk.train, batch, rank, 0, 3, 2 * STEPS))
         streamed, stored = (read(images.train, plan, workers=workers) for images in (remote, disk))
@@ -146,12 +146,12 @@ def test_the_advised_cache_size_is_enough(url, through_proxy, tmp_path, monkeypa
     One evaluation runs during training and another at the end. By then, training has prefetched as many
     shards as the cache allows.
     """
-    monkeypatch.setattr(shard_cache, "ROOM_TIMEOUT_S", 5)
+    monkeypatch.setattr(shard_cache, "FREE_SPACE_TIMEOUT_S", 5)
     batch, small = share_out(24, 6, 1), training_split(url, tmp_path, workers=2, cache_gib=5 * SHARD_GIB)
     enough = small.needed_bytes(batch) / 2**30  # Required cache size in GiB, not rounded up
     assert enough < 28 * SHARD_GIB
     images = open_images(prepare_data(url, tmp_path), replace(RECIPE, workers=2, cache_gib=enough))
-    images.train.check(batch)
+    images.train.check_batch(batch)
     options = {"device": "cpu", "size": 32, "seed": 0, "workers": 2}
     plan = training_plan(images.train, batch, 0, 0, 0, 2 * STEPS)
     trained_ids = []
@@ -210,22 +210,22 @@ def test_no_manifest(local, through_proxy, s3, tmp_path):  # noqa: F811
 def test_a_cache_that_is_too_small_is_refused_at_the_start(url, through_proxy, tmp_path):
     message = r"--cache_gib .* is too small for the shards that a host reads at once for its streams"
     with pytest.raises(ValueError, match=message) as error:
-        training_split(url, tmp_path, cache_gib=5 * SHARD_GIB).check(share_out(24, 6, 1))
+        training_split(url, tmp_path, cache_gib=5 * SHARD_GIB).check_batch(share_out(24, 6, 1))
     enough = float(re.search("Use --cache_gib ([0-9.]+),", str(error.value))[1])
-    training_split(url, tmp_path, cache_gib=enough).check(share_out(24, 6, 1))
+    training_split(url, tmp_path, cache_gib=enough).check_batch(share_out(24, 6, 1))
     with pytest.raises(ValueError, match=r"--cache_gib .* is too small for train-00000\.tar in s3://"):
         training_split(url, tmp_path, cache_gib=SHARD_GIB * 0.9)
 
 
 def test_shards_in_use_by_another_process_are_not_removed(url, through_proxy, tmp_path, monkeypatch):
     """Let another process use the whole cache. A read must fail after a timeout and evict no shard."""
-    monkeypatch.setattr(shard_cache, "ROOM_TIMEOUT_S", 1)
+    monkeypatch.setattr(shard_cache, "FREE_SPACE_TIMEOUT_S", 1)
     train, other, files = training_split(url, tmp_path), training_split(url, tmp_path).cache, FILES[:ROOM]
-    locks = [other.hold(file, threading.Event()) for file in files]
+    locks = [other.hold_shard(file, threading.Event()) for file in files]
     with pytest.raises(ValueError, match=r"has no space for train-00020\.tar, because all .* are in use"):
         read(train, [(0, np.array([180]))])
     assert {path.name for path in shards_in(tmp_path)} == set(files)
-    other.release(files[3], locks[3])
+    other.release_shard(files[3], locks[3])
     read(train, [(0, np.array([180]))])
     assert {path.name for path in shards_in(tmp_path)} == {*files, "train-00020.tar"} - {files[3]}
 
@@ -235,10 +235,10 @@ def test_the_least_recently_used_shard_is_removed_first(url, through_proxy, tmp_
     stop = threading.Event()
     # When shard 3 arrives, shard 2 is the least recently used shard, followed by shard 0.
     for k in (0, 1, 2, 0, 3, 1):
-        cache.release(FILES[k], cache.hold(FILES[k], stop))
+        cache.release_shard(FILES[k], cache.hold_shard(FILES[k], stop))
         time.sleep(0.02)  # Give the files different modification times
     assert {path.name for path in shards_in(tmp_path)} == {FILES[k] for k in (3, 1, 0)}
-    cache.release(FILES[2], cache.hold(FILES[2], stop))
+    cache.release_shard(FILES[2], cache.hold_shard(FILES[2], stop))
     assert {path.name for path in shards_in(tmp_path)} == {FILES[k] for k in (3, 1, 2)}
 
 
@@ -254,7 +254,7 @@ def test_shards_are_prefetched(url, through_proxy, tmp_path):
         next(iter(supply))
         # No partial files remain.
         wait_until(lambda: {path.name for path in shards_in(tmp_path)} == set(FILES[:5]))
-        assert set(supply.reserved) == set(fetched(through_proxy)) == set(FILES[:5])
+        assert set(supply.reserved_shards) == set(fetched(through_proxy)) == set(FILES[:5])
 
 
 def test_too_many_open_files_are_a_clear_error(url, through_proxy, tmp_path):
@@ -263,7 +263,7 @@ def test_too_many_open_files_are_a_clear_error(url, through_proxy, tmp_path):
     resource.setrlimit(resource.RLIMIT_NOFILE, (folder + 1, limits[1]))
     try:
         with pytest.raises(ValueError, match=r"Too many open files\. Raise the limit"):
-            cache.hold(FILES[0], threading.Event())
+            cache.hold_shard(FILES[0], threading.Event())
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         os.close(folder)

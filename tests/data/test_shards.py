@@ -33,7 +33,7 @@ from onecurve.data.decode import decode_image
 from onecurve.data.images import Images, open_images
 from onecurve.data.shards import Shard, ShardManifest, SplitManifest, parse_shard_index
 from onecurve.data.splits import ShardSplit
-from onecurve.data.workers import decoded
+from onecurve.data.workers import decoded_batches
 from onecurve.flags.recipe import ImageRecipe, share_out
 from onecurve.numerics.order import stream_order, training_plan
 from onecurve.run.ending import explained_error
@@ -162,7 +162,7 @@ def test_a_stream_needs_few_shards_at_once(window):
 def test_streams_that_do_not_divide_are_refused(shards, images, batch, streams, message, tmp_path):
     train = open_images(prepare_data(str(shards), tmp_path), replace(RECIPE, streams=streams)).train
     with pytest.raises(ValueError, match=message):
-        train.check(share_out(*batch))
+        train.check_batch(share_out(*batch))
 
 
 @pytest.mark.parametrize("batch_size", [2, 24, 36, 60, 100])
@@ -358,7 +358,7 @@ def test_a_broken_image_is_skipped(tmp_path, capsys):
         break_image(folder, sample)
     skip = replace(RECIPE, on_bad_image="skip")
     split = open_images(prepare_data(str(folder), tmp_path / "cache"), skip).train
-    workers._skipped.clear()
+    workers._skipped_ids.clear()
     plan = [(0, np.array([2, 3, 4, 5])), (0, np.array([8, 9])), (1, np.array([1, 3]))]
     batches = read(split, plan)
     # The returned IDs match the plan, even for skipped images.
@@ -418,9 +418,9 @@ def with_one_more_file(open_images):
 
 def test_a_worker_that_cannot_send_does_not_leave_the_trainer_waiting(images):
     """Allow a worker one open file, for its shared memory. Sending the memory requires a second file."""
-    open_images, labels = partial(with_one_more_file, images.train.open), images.train.labels
-    options = {"device": torch.device("cpu"), "train": True, "size": 32, "seed": 5, "workers": 1}
-    batches = decoded(open_images, labels, [(0, np.arange(6))], skip=False, **options)
+    open_images, labels = partial(with_one_more_file, images.train.open_images), images.train.labels
+    options = {"device": torch.device("cpu"), "train": True, "crop_size": 32, "seed": 5, "worker_count": 1}
+    batches = decoded_batches(open_images, labels, [(0, np.arange(6))], skip_broken=False, **options)
     signal.signal(signal.SIGALRM, lambda *_: pytest.fail("no end within 60 s"))
     signal.alarm(60)
     try:

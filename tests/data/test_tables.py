@@ -244,7 +244,7 @@ def test_labels_need_little_memory(tmp_path):
         classes, labels = read_labels({"train": [table]}, Columns(), lambda: None)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert (classes, labels["train"].rows) == (tuple(words), [("t", count)])
+        assert (classes, labels["train"].row_counts) == (tuple(words), [("t", count)])
         assert (labels["train"].numbers == numbers).all()
         assert peak < 50 * count
 

@@ -20,11 +20,11 @@ from onecurve.numerics.augment import (
     JITTER_ORDERS,
     RAND_AUGMENT,
     color_jitter,
-    gather,
+    gather_pixels,
     mixer,
-    moved_pixels,
-    moves,
+    moved_pixel_indices,
     random_erasing,
+    random_moves,
     to_float,
 )
 from onecurve.numerics.order import reseed, uniforms
@@ -40,8 +40,8 @@ def images() -> torch.Tensor:
 
 def cropped(images, draws, pad, flip, rows=None):
     rows = torch.arange(len(images)) if rows is None else torch.from_numpy(rows)
-    moved = torch.from_numpy(moves(draws, pad, flip))
-    return gather(images, *moved_pixels(rows, moved, images.shape))
+    moved = torch.from_numpy(random_moves(draws, pad, flip))
+    return gather_pixels(images, *moved_pixel_indices(rows, moved, images.shape))
 
 
 def test_crop_and_flip_is_pad_crop_flip(images):
@@ -60,7 +60,9 @@ def test_crop_and_flip_is_pad_crop_flip(images):
     chosen = np.array([9, 2, 9])  # Indices of the selected images on the device
     assert torch.equal(cropped(images, draws[chosen], 4, True, chosen), augmented[chosen])
     last = 2**22 - 1  # Index of an image whose offset exceeds 32 bits
-    y, _ = moved_pixels(torch.tensor([last]), torch.zeros(3, 1, dtype=torch.int64), (last + 1, 32, 32, 3))
+    y, _ = moved_pixel_indices(
+        torch.tensor([last]), torch.zeros(3, 1, dtype=torch.int64), (last + 1, 32, 32, 3)
+    )
     assert y[0].tolist() == [(last * 32 + line) * 32 for line in range(32)]
 
 
@@ -228,7 +230,7 @@ def test_the_two_files_work_without_the_rest(tmp_path, monkeypatch):
 
 
 def test_each_type_of_draw_has_separate_columns():
-    """Check that no column of moves() (0 to 2) is also a column of the decoder (4 to 43,
+    """Check that no column of random_moves() (0 to 2) is also a column of the decoder (4 to 43,
     onecurve/data/workers.py).
     """
     columns = [0, 1, 2, *range(4, 44)]

@@ -11,7 +11,7 @@ from onecurve.numerics.order import (
     Samples,
     Shuffled,
     Streamed,
-    chosen_by_hash,
+    choose_by_hash,
     evaluation_plan,
     order,
     reseed,
@@ -34,10 +34,10 @@ def test_a_choice_by_hash_never_changes():
 
     A larger selection contains each smaller selection and covers all IDs evenly.
     """
-    assert chosen_by_hash(50_000, 8).tolist() == [7813, 9539, 10062, 25727, 29332, 30320, 34952, 47786]
-    assert set(chosen_by_hash(1000, 16)) <= set(chosen_by_hash(1000, 100))
-    assert chosen_by_hash(97, 97).tolist() == list(range(97))
-    thirds = np.histogram(chosen_by_hash(50_000, 3000), bins=3, range=(0, 50_000))[0]
+    assert choose_by_hash(50_000, 8).tolist() == [7813, 9539, 10062, 25727, 29332, 30320, 34952, 47786]
+    assert set(choose_by_hash(1000, 16)) <= set(choose_by_hash(1000, 100))
+    assert choose_by_hash(97, 97).tolist() == list(range(97))
+    thirds = np.histogram(choose_by_hash(50_000, 3000), bins=3, range=(0, 50_000))[0]
     assert all(900 < count < 1100 for count in thirds)
 
 
@@ -75,9 +75,9 @@ def test_each_sample_is_used_once_per_epoch_on_any_number_of_processes(job, begi
         rest = training_plan(samples, batch, rank, 5, begin, 13)
         assert [(e, i.tolist()) for e, i in plan[begin * size :]] == [(e, i.tolist()) for e, i in rest]
     if isinstance(samples, Streamed):
-        shard_of = np.repeat(np.arange(len(samples.counts)), samples.counts)
+        shard_of = np.repeat(np.arange(len(samples.samples_per_shard)), samples.samples_per_shard)
         shards_of_rank = [{shard_of[i] for e, ids in plan if e == 0 for i in ids} for plan in plans]
-        assert sum(map(len, shards_of_rank)) <= len(samples.counts) + batch.processes - 1
+        assert sum(map(len, shards_of_rank)) <= len(samples.samples_per_shard) + batch.processes - 1
 
 
 def test_a_batch_larger_than_the_data_is_refused():

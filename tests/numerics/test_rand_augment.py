@@ -9,7 +9,14 @@ from onecurve.data.cache import prepare_data
 from onecurve.data.images import open_images
 from onecurve.flags.recipe import share_out
 from onecurve.models.preprocessing import DataConfig
-from onecurve.numerics.augment import DRAWS, RAND_AUGMENT, gather, moved_pixels, moves, to_float
+from onecurve.numerics.augment import (
+    DRAWS,
+    RAND_AUGMENT,
+    gather_pixels,
+    moved_pixel_indices,
+    random_moves,
+    to_float,
+)
 from onecurve.numerics.order import training_plan, uniforms
 from onecurve.numerics.rand_augment import GREY, LAYER_DRAWS, OPERATIONS, rand_augment
 from tests.conftest import real_data
@@ -124,8 +131,8 @@ def test_the_training_applies_randaugment(tmp_path):
     batches = training_batches(digits, plan, torch.device("cpu"), recipe, prepared)
     inputs, _, ids = next(batches)
     draws = uniforms(recipe.seed, 0, ids, DRAWS)
-    images, moved = torch.from_numpy(digits.train.images), torch.from_numpy(moves(draws, 4, False))
-    pixels = gather(images, *moved_pixels(torch.from_numpy(ids), moved, images.shape))
+    images, moved = torch.from_numpy(digits.train.images), torch.from_numpy(random_moves(draws, 4, False))
+    pixels = gather_pixels(images, *moved_pixel_indices(torch.from_numpy(ids), moved, images.shape))
     augmented = rand_augment(pixels, draws[:, RAND_AUGMENT], 2, 7)
     assert (augmented != pixels).any()
     assert torch.equal(inputs, to_float(augmented, (0.5,) * 3, (0.5,) * 3, 32))

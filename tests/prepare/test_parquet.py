@@ -9,7 +9,9 @@ from tests.support.imagenet import fails, prep
 
 def content(split: ArraySplit | FileSplit | ShardSplit) -> Counter:
     """Count (pixels, label) pairs, regardless of their order."""
-    images = split.images if isinstance(split, ArraySplit) else map(split.open().decode, range(len(split)))
+    images = (
+        split.images if isinstance(split, ArraySplit) else map(split.open_images().decode, range(len(split)))
+    )
     return Counter((pixels.tobytes(), int(k)) for pixels, k in zip(images, split.labels, strict=True))
 
 

@@ -108,7 +108,7 @@ def test_counting_the_padding_is_detected(words, tmp_path, project_copy):
     mutate(
         project_copy,
         "onecurve/numerics/order.py",
-        "valid_count = int(np.count_nonzero(ids < end))",
+        "valid_count = int(np.count_nonzero(ids < end_id))",
         "valid_count = per_device",
     )
     status, output = Job([*words, "--output_dir", tmp_path / "run"], cwd=project_copy).wait()

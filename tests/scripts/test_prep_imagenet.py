@@ -20,7 +20,7 @@ import pytest
 from PIL import Image
 
 from onecurve.data.decode import decode_image
-from onecurve.data.shards import ShardImages, find_local, parse_shard_index
+from onecurve.data.shards import ShardImages, find_local_manifest, parse_shard_index
 from onecurve.system import progress
 from onecurve.system.s3 import ObjectStore
 from tests.conftest import ROOT, Job, full, python, rows_of, run, small_disk, wait_until
@@ -60,7 +60,7 @@ def downloaded(store: ObjectStore, folder: Path) -> dict[str, str]:
 
 def read_index(folder: Path, split: str) -> dict[str, tuple[int, bytes]]:
     """Check the manifest, and return each image's label and bytes by the stem of its file name."""
-    manifest = find_local(folder)
+    manifest = find_local_manifest(folder)
     images = {}
     rows = parse_shard_index((folder / f"{split}_index.npy").read_bytes(), manifest, split, split)
     for shard, offset, length, label in rows.tolist():
@@ -688,7 +688,7 @@ def test_killed_and_started_again(story, killed, ilsvrc, straight, tmp_path):
     words = ["--data", data, *MINI, *SMALL, "--out", out]
     killed(stop_at, *words, *flags)
     with pytest.raises(ValueError, match="not complete"):
-        find_local(out)
+        find_local_manifest(out)
     if replaced:
         os.utime(data / replaced)
     if refusal:

@@ -300,7 +300,7 @@ def test_an_image_counted_twice_is_detected(trained, project_copy, cache, tmp_pa
     mutate(
         project_copy,
         "onecurve/numerics/order.py",
-        "valid_count = int(np.count_nonzero(ids < end))",
+        "valid_count = int(np.count_nonzero(ids < end_id))",
         "valid_count = per_device",
     )
     status, output = Job(words(trained, *cache, "--output_dir", tmp_path / "out"), cwd=project_copy).wait()

@@ -264,10 +264,10 @@ def _data_digest(location: str) -> dict[str, Any]:
     answer: dict[str, Any] = {"problem": None}
     try:
         if location.startswith("s3://"):
-            from onecurve.data.shards import find_stored
+            from onecurve.data.shards import find_stored_manifest
             from onecurve.system.s3 import ObjectStore
 
-            return answer | {"digest": find_stored(ObjectStore(location))[0].sha256[:12]}
+            return answer | {"digest": find_stored_manifest(ObjectStore(location))[0].sha256[:12]}
         root = Path(location)
         if root.is_file():  # a table, or a list that may refer to images in any folder
             return answer | {"digest": sha256_of(root)[:12]}
@@ -278,9 +278,9 @@ def _data_digest(location: str) -> dict[str, Any]:
         listing = "".join(f"{path.relative_to(root)} {size}\n" for path, size in sizes)
         answer["digest"] = _digest(listing.encode(errors="surrogateescape"))
         if (root / "manifest.json").is_file():
-            from onecurve.data.shards import find_local
+            from onecurve.data.shards import find_local_manifest
 
-            find_local(root)
+            find_local_manifest(root)
     except ValueError as error:
         answer["problem"] = str(error)
     return answer

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from onecurve.data.names import NameOf
+from onecurve.data.names import NameLookup
 from onecurve.system.files import write_csv, write_text
 from onecurve.system.paths import ROOT
 from onecurve.upstream.packages_ import import_evaluate
@@ -26,7 +26,7 @@ COLUMNS = ("id", "file", "label", "predicted", "probability")  # columns of pred
 Rows = dict[str, np.ndarray]  # arrays id, label, predicted, loss and probability [n], and top [n, k]
 
 
-def measure(rows: Rows, name_of: NameOf, classes: int, scratch: Path) -> dict[str, Any]:
+def measure(rows: Rows, name_of: NameLookup, classes: int, scratch: Path) -> dict[str, Any]:
     """Compute the report's metrics with the modules in tools/inference/metrics/.
 
     Args:
@@ -58,7 +58,7 @@ def measure(rows: Rows, name_of: NameOf, classes: int, scratch: Path) -> dict[st
 
 
 def _image_rows(
-    rows: Rows, name_of: NameOf, selected: np.ndarray | slice = slice(None)
+    rows: Rows, name_of: NameLookup, selected: np.ndarray | slice = slice(None)
 ) -> Iterator[tuple[Any, ...]]:
     """Yield one tuple with the values of COLUMNS for each selected row."""
     columns = [rows[name][selected].tolist() for name in COLUMNS if name != "file"]
@@ -74,7 +74,7 @@ def load_metrics(scratch: Path) -> list[Any]:
 
 
 def write_report(
-    folder: Path, summary: dict[str, Any], rows: Rows, name_of: NameOf, worst: np.ndarray, title: str
+    folder: Path, summary: dict[str, Any], rows: Rows, name_of: NameLookup, worst: np.ndarray, title: str
 ) -> None:
     """Write each file in FILES atomically.
 

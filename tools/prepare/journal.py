@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from onecurve.data.names import names_file
-from onecurve.data.shards import JOURNAL, MANIFEST, MANIFEST_LIMIT, index_name
+from onecurve.data.names import names_file_name
+from onecurve.data.shards import JOURNAL, MANIFEST, MANIFEST_LIMIT_BYTES, index_file_name
 from onecurve.system.files import parse_json, read_json, try_lock, write_bytes
 from onecurve.system.s3 import ObjectStore
 from tools.prepare.originals import Originals
@@ -72,7 +72,7 @@ class Journal:
                 size.
         """
         if self.store is not None:
-            content = self.store.read(MANIFEST, MANIFEST_LIMIT)
+            content = self.store.read(MANIFEST, MANIFEST_LIMIT_BYTES)
         else:
             path = self.folder / MANIFEST
             content = path.read_bytes() if path.exists() else None
@@ -85,7 +85,7 @@ class Journal:
             raise ValueError(f"{self.out} contains the {MANIFEST} of a different program. Pass a new --out.")
         self._check_settings(manifest["settings"])
         splits = manifest["splits"]
-        expected_sizes = {index_name(split): None for split in splits}
+        expected_sizes = {index_file_name(split): None for split in splits}
         shards = [shard for split in splits.values() for shard in split["shards"]]
         local_shards = [shard for shard in shards if not shard["file"].startswith("s3://")]
         expected_sizes |= {shard["file"]: shard["bytes"] for shard in local_shards}
@@ -191,14 +191,16 @@ class Journal:
             write_bytes(self.folder / MANIFEST, content)
         else:
             new_files = {shard["file"] for split in splits.values() for shard in split["shards"]}
-            new_files = {file for file in (*new_files, *map(index_name, splits)) if OUTPUTS.fullmatch(file)}
+            new_files = {
+                file for file in (*new_files, *map(index_file_name, splits)) if OUTPUTS.fullmatch(file)
+            }
             stored = set(filter(OUTPUTS.fullmatch, self.store.list()))
             if missing_files := new_files - stored:
                 problem = f"{min(missing_files)} is neither in {self.folder} nor in {self.out}"
                 raise ValueError(f"{problem}. Remove {self.folder} and start again.")
             # Delete additional shards that an earlier start uploaded, because readers of train-*.tar would
             # read them.
-            self.store.delete(sorted(stored - new_files - {*map(names_file, splits)}))
+            self.store.delete(sorted(stored - new_files - {*map(names_file_name, splits)}))
             self.store.write(MANIFEST, content)
         self._remove()
 

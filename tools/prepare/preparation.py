@@ -15,8 +15,8 @@ from typing import Any
 
 from onecurve.data.class_folders import split_folders, used_splits
 from onecurve.data.encoded import SPLITS
-from onecurve.data.names import CollectedNames, names_file
-from onecurve.data.shards import MANIFEST_FORMAT, index_name
+from onecurve.data.names import CollectedNames, names_file_name
+from onecurve.data.shards import MANIFEST_FORMAT, index_file_name
 from onecurve.system.progress import ReadingProgress
 from onecurve.system.s3 import ObjectStore
 from onecurve.system.text import printable
@@ -187,7 +187,7 @@ class Preparation:
         sizes = {shard["file"]: shard["bytes"] for shard in shards}
         uploaded_bytes = 0
         with ReadingProgress(split, sum(sizes.values()), "uploaded") as progress:
-            for file in (*sizes, names_file(split), index_name(split)):
+            for file in (*sizes, names_file_name(split), index_file_name(split)):
                 if (self.folder / file).exists():  # an earlier start has uploaded a missing file
                     store.upload(self.folder / file, file)
                     (self.folder / file).unlink()

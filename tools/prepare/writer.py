@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from onecurve.data.names import CollectedNames
-from onecurve.data.shards import index_name
+from onecurve.data.shards import index_file_name
 from onecurve.system.files import allow_open_files, write_bytes
 from tools.prepare.originals import RawImage
 
@@ -43,7 +43,7 @@ def write_shard_index(folder: Path, split: str, rows: array, names: CollectedNam
     order = np.lexsort((table[:, 1], table[:, 0]))
     names.write(folder, split, order)
     np.save(content, table[order])
-    write_bytes(folder / index_name(split), content.getvalue())
+    write_bytes(folder / index_file_name(split), content.getvalue())
     return hashlib.sha256(content.getvalue()).hexdigest(), int(table[:, 3].max())
 
 
