@@ -44,7 +44,7 @@ def main() -> int:
         print_findings(hosts, checks, findings)
         if flags.json:
             content = {"findings": [dataclasses.asdict(f) | {"remedy": f.remedy} for f in findings]}
-            flags.json.write_text(json.dumps(content | {"facts": checks.facts}, indent=1) + "\n")
+            flags.json.write_text(json.dumps(content | {"facts": checks.facts_by_host}, indent=1) + "\n")
     finally:
         close_and_wait(clients, 2)
     return int(any(finding.fails for finding in findings))
@@ -98,13 +98,13 @@ def print_findings(hosts: list[Host], checks: Checks, findings: list[Finding]) -
     table = Table(Column("check", no_wrap=True), *(host.name for host in hosts))
     ordered = sorted(findings, key=_severity)
     worst = {(f.code, f.host): "FAILS" if f.fails else "warn" for f in reversed(ordered)}
-    for code in dict.fromkeys([*checks.checked, *(finding.code for finding in findings)]):
-        marks = {host.name: "ok" if host.name in checks.facts else " " for host in hosts}
+    for code in dict.fromkeys([*checks.checked_codes, *(finding.code for finding in findings)]):
+        marks = {host.name: "ok" if host.name in checks.facts_by_host else " " for host in hosts}
         table.add_row(code, *(worst.get((code, name), mark) for name, mark in marks.items()))
     if console.measure(table, options=console.options.update(max_width=10_000)).maximum <= console.width:
         console.print(table)
     else:  # rich would truncate a table that is wider than the console
-        console.print(f"Checks on {len(hosts)} hosts: {', '.join(checks.checked)}", soft_wrap=True)
+        console.print(f"Checks on {len(hosts)} hosts: {', '.join(checks.checked_codes)}", soft_wrap=True)
     for (is_warning, code), group in groupby(ordered, key=_severity):
         for finding in group:
             label = "warning" if is_warning else "FAILS"

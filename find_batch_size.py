@@ -45,7 +45,7 @@ from onecurve.system.cli import check_positive, command_parser, config_file, run
 from onecurve.system.files import read_json, read_lines, read_yaml, write_json
 from onecurve.system.paths import ROOT
 from onecurve.system.text import numbered
-from tools.batch_size.largest import LaunchResult, knee, launch_limited, next_size
+from tools.batch_size.largest import LaunchResult, knee, launch_limited, next_batch_size
 from tools.launch.hosts import read_hostfile
 
 STEPS = 7
@@ -175,7 +175,7 @@ class BatchSearch:
             shown_limit = f"{limit:g} GiB" if limit else relative
             print(f"Rehearsal on CPU: the memory limit of each process is {shown_limit}")
         print(ROW.format("images", "outcome", "GiB/process", "images/s", "time"), flush=True)
-        while (size := next_size(ran, failed, self.usable_gib, quantum)) is not None:
+        while (size := next_batch_size(ran, failed, self.usable_gib, quantum)) is not None:
             if (size := min(size, most)) in ran:
                 break
             trial, images = self.try_size(size)

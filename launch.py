@@ -43,7 +43,7 @@ from onecurve.system.paths import ROOT
 from onecurve.system.text import did_you_mean
 from onecurve.upstream.python_ import flag_names
 from tools.launch.elastic import ElasticJob
-from tools.launch.hosts import NAME, Host, add_host_flags, read_hostfile, select_hosts
+from tools.launch.hosts import HOST_NAME, Host, add_host_flags, read_hostfile, select_hosts
 from tools.launch.job import JobRunner, LaunchPlan
 
 SINGLE = "accelerate_configs/single_gpu.yaml"
@@ -185,7 +185,7 @@ def _hosts(flags: argparse.Namespace) -> list[Host]:
         if not (flags.master_node and flags.worker_nodes):
             raise ValueError("--mode multi-node needs --master-node and --worker-nodes")
         hosts = [flags.master_node, *flags.worker_nodes.split(",")]
-        if invalid := [name for name in hosts if not NAME.fullmatch(name)]:
+        if invalid := [name for name in hosts if not HOST_NAME.fullmatch(name)]:
             raise ValueError(f"{invalid[0]!r} is not a valid host name")
         if len(set(hosts)) < len(hosts):
             raise ValueError(

@@ -46,7 +46,7 @@ def speeds(script: str, is_total: bool, gpu: str) -> Iterator[tuple[float, float
     """Yield images/s without and with a CUDA graph, for each number of GPUs in HEAD."""
     for gpus in ON_ONE_HOST:
         plan = planning(script, BATCH if is_total else BATCH * gpus, 1, gpus, gpu)
-        candidate = plan.traced("ddp" if gpus > 1 else "single")
+        candidate = plan.trace_strategy("ddp" if gpus > 1 else "single")
         yield speed(plan, candidate)
     hosts = cluster_of(2, 4, gpu, None)  # a trace of 8 GPUs on one host is also valid here
     for gb_s in NETWORKS_GB_S.values():

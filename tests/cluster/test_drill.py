@@ -28,10 +28,10 @@ MUTANTS = {
     "cut-cable": [
         (
             "tools/launch/elastic.py",
-            "[host for host in responding if not self._is_excluded(host)]",
+            "[host for host in responding_hosts if not self._is_excluded(host)]",
             "self.hosts",
         ),
-        ("tools/launch/elastic.py", "SETTLE_S if self.began else CONNECT_S", "9999"),
+        ("tools/launch/elastic.py", "MORE_HOSTS_WAIT_S if self.began_event else CONNECT_TIMEOUT_S", "9999"),
     ],
     "power-off": [
         ("onecurve/numerics/order.py", "samples.order(seed,", "samples.order(seed + batch.processes,")

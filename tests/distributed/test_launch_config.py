@@ -336,7 +336,7 @@ def test_launch_pys_gpus_override_the_config(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(QUESTIONNAIRE | {"gpu_ids": "0,1"}))
     plan = LaunchPlan([Host("a", (2, 3))], ["--config_file", str(file)], ["x.py"], {}, None, 0, tmp_path)
-    args = launch.launch_command_parser().parse_args(plan.words(0, "")[3:])
+    args = launch.launch_command_parser().parse_args(plan.launch_command(0, "")[3:])
     assert launch._validate_launch_command(args)[0].gpu_ids == "all"
 
 

@@ -12,7 +12,7 @@ from tests.conftest import rows_of
 from tools.launch import elastic
 from tools.launch.agent import SUSPENDED
 from tools.launch.elastic import ElasticJob
-from tools.launch.hosts import SSH_FAILED, Host
+from tools.launch.hosts import SSH_FAILURE_STATUS, Host
 from tools.launch.launcher import HostConnection
 
 HELLO = {"reached_at": None, "asked_from": None}
@@ -38,12 +38,12 @@ class Hosts:
         if len({len(host.devices) for host in hosts}) > 1:
             raise ValueError("these differ")
         start = lambda *_, **env: self.sent.append(("start", env))  # noqa: E731
-        processes = sum(len(host.devices) for host in hosts)
-        return SimpleNamespace(processes=processes, start=start, remark=lambda _: None)
+        process_count = sum(len(host.devices) for host in hosts)
+        return SimpleNamespace(process_count=process_count, start=start, cpu_hint=lambda _: None)
 
     def connect(self, host: Host) -> HostConnection:
         process = SimpleNamespace(kill=lambda: None)
-        connection = HostConnection(host, process, Path("log"), hello=HELLO | {"hostname": host.name})
+        connection = HostConnection(host, process, Path("log"), hello_event=HELLO | {"hostname": host.name})
         connection.request = lambda name: self.sent.append((host.name, name))
         self.job.connections.append(connection)
         return connection
@@ -51,8 +51,8 @@ class Hosts:
     def launch(self, *names: str) -> None:
         """Launch a round on these hosts, but do not report that training has started."""
         job = self.job
-        job._connect_missing()
-        job._start([c for c in job._ready() if c.host.name in names])
+        job._connect_to_missing_hosts()
+        job._start_round([c for c in job._ready_connections() if c.host.name in names])
         job.on_event(job.members[0], BATCH)
 
     def start(self, *names: str) -> None:
@@ -69,16 +69,16 @@ class Hosts:
 
     def reconnect(self) -> None:
         """Let the job connect to hosts that were unreachable."""
-        self.job.next_try = 0
-        self.job._connect_missing()
+        self.job.next_connect_at = 0
+        self.job._connect_to_missing_hosts()
 
     def print(self, name: str, line: str) -> None:
-        self.job._connection(name).last_lines.append(line)
+        self.job._find_connection(name).last_lines.append(line)
 
     def end(self, **statuses: int) -> int | None:
         for member in self.job.members:
-            self.job.on_end(member, statuses[member.host.name])
-        status = self.job._judge()
+            self.job.on_agent_end(member, statuses[member.host.name])
+        status = self.job._judge_round()
         self.job.members = []
         return status
 
@@ -89,21 +89,21 @@ def hosts(tmp_path):
 
 
 def chosen(job: ElasticJob) -> list[str]:
-    return [connection.host.name for connection in job._choose(job._ready()) or []]
+    return [connection.host.name for connection in job._choose_members(job._ready_connections()) or []]
 
 
 def test_the_largest_number_of_hosts_that_divides_the_batch_is_chosen(hosts):
     """Divide eight micro-batches of 8 images among 1, 2 or 4 hosts with two processes each."""
     for available, used in ((1, 1), (2, 2), (3, 2), (4, 4), (5, 4)):
         cluster = hosts(available)
-        cluster.job.batch = {"batch_size": 64, "per_device": 8}
-        cluster.job._connect_missing()
+        cluster.job.batch_event = {"batch_size": 64, "per_device": 8}
+        cluster.job._connect_to_missing_hosts()
         assert chosen(cluster.job) == cluster.names[:used]
     cluster = hosts(4, min_hosts=2, max_hosts=2)
-    cluster.job._connect_missing()
+    cluster.job._connect_to_missing_hosts()
     assert chosen(cluster.job) == ["node1", "node2"]
     for connection in cluster.job.connections[1:]:
-        cluster.job.on_end(connection, SSH_FAILED)
+        cluster.job.on_agent_end(connection, SSH_FAILURE_STATUS)
     assert chosen(cluster.job) == []
 
 
@@ -112,13 +112,13 @@ def test_the_first_host_stays_first(hosts):
     cluster = hosts(2)
     cluster.start("node2")
     assert cluster.end(node2=PREEMPTED_STATUS) is None
-    cluster.job._connect_missing()
+    cluster.job._connect_to_missing_hosts()
     assert chosen(cluster.job) == ["node2", "node1"]
     cluster.start("node2", "node1")
-    cluster.job.began |= {"in_s3": False}
-    assert cluster.end(node2=SSH_FAILED, node1=1) is None
-    cluster.job.next_try = time.monotonic() + 100  # node2 is unreachable for 100 s
-    cluster.job._connect_missing()
+    cluster.job.began_event |= {"in_s3": False}
+    assert cluster.end(node2=SSH_FAILURE_STATUS, node1=1) is None
+    cluster.job.next_connect_at = time.monotonic() + 100  # node2 is unreachable for 100 s
+    cluster.job._connect_to_missing_hosts()
     assert chosen(cluster.job) == []
     cluster.reconnect()
     assert chosen(cluster.job) == ["node2", "node1"]
@@ -137,13 +137,13 @@ def test_a_host_rejoins_after_a_delay_or_as_another_machine(departure, return_re
     else:
         cluster.launch("node1", "node2")
         assert cluster.end(node1=1, node2=1) is None
-    cluster.job._connect_missing()
+    cluster.job._connect_to_missing_hosts()
     assert chosen(cluster.job) == ["node1"]
     if return_reason == "it was away":
-        cluster.job.on_end(cluster.job._connection("node2"), SSH_FAILED)
+        cluster.job.on_agent_end(cluster.job._find_connection("node2"), SSH_FAILURE_STATUS)
         cluster.reconnect()
     else:
-        cluster.job.leaves_until["node2"] = time.monotonic()
+        cluster.job.excluded_until["node2"] = time.monotonic()
     assert chosen(cluster.job) == ["node1", "node2"]
 
 
@@ -153,14 +153,14 @@ def test_a_host_that_joins_stops_the_round_once(is_finished, hosts, monkeypatch)
 
     If a signal sent just before the end makes the round's launcher exit, this exit does not count.
     """
-    monkeypatch.setattr(elastic, "SETTLE_S", 0)
+    monkeypatch.setattr(elastic, "MORE_HOSTS_WAIT_S", 0)
     cluster = hosts(2)
     cluster.start("node1")
     if is_finished:
         cluster.job.on_event(cluster.job.members[0], {"event": "finished"})
     cluster.sent.clear()
     for _ in range(3):
-        cluster.job._look_for_more_hosts()
+        cluster.job._stop_round_for_more_hosts()
     assert cluster.sent == ([] if is_finished else [("node1", "stop")])
     assert cluster.end(node1=1 if is_finished else PREEMPTED_STATUS) == (0 if is_finished else None)
     assert is_finished or cluster.logged[-1] == "node2 joins"
@@ -169,19 +169,19 @@ def test_a_host_that_joins_stops_the_round_once(is_finished, hosts, monkeypatch)
 def test_a_silent_host_is_lost_and_the_others_are_killed(hosts, monkeypatch):
     cluster = hosts(2)
     cluster.start("node1", "node2")
-    cluster.job.members[1].received_at -= elastic.LOST_S + 1
-    monkeypatch.setattr(elastic, "KILL_S", -1)
-    cluster.job._look_for_lost_hosts()
-    assert cluster.job.members[1].status == SSH_FAILED
+    cluster.job.members[1].last_line_at -= elastic.HOST_LOST_S + 1
+    monkeypatch.setattr(elastic, "KILL_DELAY_S", -1)
+    cluster.job._give_up_lost_hosts()
+    assert cluster.job.members[1].exit_status == SSH_FAILURE_STATUS
     assert ("node1", "kill") in cluster.sent
-    assert cluster.end(node1=1, node2=SSH_FAILED) is None
+    assert cluster.end(node1=1, node2=SSH_FAILURE_STATUS) is None
     assert "node2 lost after step 0" in cluster.logged
-    assert cluster.job.fenced_at == 0  # No other process writes checkpoints, because the first host is alive
+    assert cluster.job.fenced_until == 0  # No other process writes checkpoints while the first host is alive
 
 
 def test_rounds_without_progress_and_early_errors_end_the_job(hosts, capsys):
     cluster = hosts(1)
-    for _ in range(elastic.FRUITLESS_ROUNDS):
+    for _ in range(elastic.MAX_FRUITLESS_ROUNDS):
         cluster.start("node1")
         assert cluster.end(node1=1) is None
     cluster.start("node1")
@@ -206,7 +206,7 @@ def test_two_simultaneous_signals_count_as_one(hosts):
     for _ in range(2):
         cluster.job.on_signal(15)
     assert ("node1", "kill") not in cluster.sent
-    cluster.job.signal_at -= 1
+    cluster.job.last_signal_at -= 1
     cluster.job.on_signal(15)
     assert ("node1", "kill") in cluster.sent
 
@@ -216,17 +216,17 @@ def test_a_changed_hostfile(hosts):
     cluster.names.append("node3")
     cluster.slots["node3"] = 1
     for _ in range(2):
-        cluster.job._read_hosts_again()
+        cluster.job._update_hosts()
     assert cluster.logged == ["keeping the previous list of hosts: these differ"]
     cluster.slots["node3"] = 2
-    cluster.job._read_hosts_again()
+    cluster.job._update_hosts()
     assert cluster.logged[1:] == ["new hosts in the hostfile: node3"]
-    assert (len(cluster.job.hosts), cluster.job.most_hosts) == (3, 3)
+    assert (len(cluster.job.hosts), cluster.job.run_max_hosts) == (3, 3)
     cluster.train("node1")
     cluster.names.append("node4")
     cluster.slots["node4"] = 2
-    cluster.job._read_hosts_again()
-    assert (len(cluster.job.hosts), cluster.job.most_hosts) == (4, 3)  # The run's name records three hosts
+    cluster.job._update_hosts()
+    assert (len(cluster.job.hosts), cluster.job.run_max_hosts) == (4, 3)  # The run's name records three hosts
 
 
 @pytest.mark.parametrize(("began", "host", "line", "reason"), rows_of("bad newcomers"))
@@ -244,12 +244,12 @@ def test_a_bad_newcomer_is_left_out_and_retried(began, host, line, reason, hosts
         assert cluster.end(node1=1, node2=1) is None
         message = f"node2 is excluded for {wait_s} s: {reason.removeprefix('error: ')}"
         assert cluster.logged[-1].startswith(message)
-        cluster.job._connect_missing()
+        cluster.job._connect_to_missing_hosts()
         assert chosen(cluster.job) == ["node1"]
         clock[0] += wait_s
         assert chosen(cluster.job) == ["node1", "node2"]
     cluster.train("node1", "node2")
-    assert not cluster.job.refusals
+    assert not cluster.job.exclusion_counts
 
 
 def test_a_host_that_freezes_during_a_restart_is_left_out(hosts):
@@ -266,11 +266,11 @@ def test_a_host_that_freezes_during_a_restart_is_left_out(hosts):
 
 
 def test_a_waiting_host_is_reported_once_with_the_reason(hosts, monkeypatch):
-    monkeypatch.setattr(elastic, "SETTLE_S", 0)
+    monkeypatch.setattr(elastic, "MORE_HOSTS_WAIT_S", 0)
     cluster = hosts(3)
     cluster.start("node1", "node2")
     for _ in range(3):
-        cluster.job._look_for_more_hosts()
+        cluster.job._stop_round_for_more_hosts()
     waits = (
         "node3 waits: the 8 micro-batches of a step can't be divided evenly among 3 hosts with 2 processes"
         " each"
@@ -278,14 +278,14 @@ def test_a_waiting_host_is_reported_once_with_the_reason(hosts, monkeypatch):
     assert [line for line in cluster.logged if "waits" in line] == [waits]
     cluster.names.append("node4")  # The batch is divisible among four hosts
     cluster.slots["node4"] = 2
-    cluster.job._read_hosts_again()
-    cluster.job._connect_missing()
+    cluster.job._update_hosts()
+    cluster.job._connect_to_missing_hosts()
     for _ in range(3):
-        cluster.job._look_for_more_hosts()
-    assert cluster.job.stopping == "node3, node4 join"
+        cluster.job._stop_round_for_more_hosts()
+    assert cluster.job.stop_reason == "node3, node4 join"
     cluster = hosts(3, max_hosts=2)
     cluster.start("node1", "node2")
-    cluster.job._look_for_more_hosts()
+    cluster.job._stop_round_for_more_hosts()
     assert cluster.logged[-1] == "node3 waits: --max_hosts 2"
 
 
@@ -293,6 +293,6 @@ def test_an_ssh_that_hangs_before_an_answer_is_killed(hosts):
     cluster = hosts(1)
     connection = cluster.connect(Host("node1", (0,)))
     with subprocess.Popen(["sleep", "30"], stdin=subprocess.PIPE) as ssh:
-        connection.hello, connection.process = None, ssh
+        connection.hello_event, connection.process = None, ssh
         cluster.job.close()
     assert ssh.returncode == -9

@@ -10,7 +10,7 @@ import pytest
 from deepspeed.launcher.runner import _parse_hostfile, parse_inclusion_exclusion
 
 from tests.conftest import ROOT, rows_of
-from tools.launch.hosts import EVENT_MARK, Host, read_hostfile, select_hosts, start_on
+from tools.launch.hosts import EVENT_MARK, Host, read_hostfile, select_hosts, start_module_on
 
 GOOD = "# all of them\n\nworker-1 slots=2\n  worker-2\tslots=4  \n#worker-3 slots=4\n10.0.0.7 slots=1\n"
 
@@ -73,7 +73,7 @@ def test_a_wrong_filter_is_refused(include, exclude, message, hostfile):
 def test_the_users_ssh_connection_does_not_define_the_hosts_network(monkeypatch):
     """Simulate an SSH connection from a laptop to an address that the hosts do not use."""
     monkeypatch.setenv("SSH_CONNECTION", "192.0.2.7 50000 192.0.2.1 22")
-    with start_on("localhost", "tools.launch.agent") as agent:
+    with start_module_on("localhost", "tools.launch.agent") as agent:
         hello = json.loads(agent.stdout.readline().removeprefix(EVENT_MARK))
         agent.stdin.close()
     assert (hello["reached_at"], hello["asked_from"]) == (None, None)

@@ -23,7 +23,7 @@ from onecurve.system.files import json_lines, read_json, read_lines, read_yaml
 from onecurve.system.text import printable, printable_lines
 from tests.conftest import CNN, python, result, run
 from tests.support.data_sets import class_folders
-from tools.doctor.facts import facts
+from tools.doctor.facts import describe_host
 from tools.logbook import markdown
 from tools.logbook.comparison import read_search
 from tools.logbook.figures import draw_run
@@ -89,7 +89,7 @@ def test_escaped_names_are_shown_everywhere(tmp_path):
     root = renamed_classes(tmp_path / "data")
     split = open_images(prepare_data(str(root), tmp_path / "cache"), ImageRecipe(workers=0))
     assert list(split.classes) == SHOWN
-    assert facts(str(root))["data"]["problem"] is None
+    assert describe_host(str(root))["data"]["problem"] is None
     broken = min((root / "train" / LATIN_1).iterdir())
     broken.write_bytes(b"none")
     with pytest.raises(ValueError, match=r"caf\\xe9"):

@@ -188,7 +188,7 @@ def planned(batch_size: int, file: Path, monkeypatch) -> tuple[list[dict], str]:
     words = ["--gpus", 1, "--gpu", "Tesla T4", "--output", file, "train_cnn_a.py"]
     words += ["--data=digits", f"--batch_size={batch_size}"]
     monkeypatch.setattr(subprocess, "Popen", forks.Popen)  # forks.Popen supports only one thread
-    monkeypatch.setattr("tools.plan.planning.MOST_AT_ONCE", 1)
+    monkeypatch.setattr("tools.plan.planning.MAX_PARALLEL_TRACES", 1)
     status, output = call(plan_script.main, *words)
     assert status == 0, output
     return json.loads(file.read_text())["lines"], output

@@ -132,19 +132,19 @@ def test_a_host_answers_as_deepspeed_asks_it(request, monkeypatch):
     """
     client = SimpleNamespace(name="localhost")
     checks = Checks([client, client], SimpleNamespace(), {})
-    checks.facts = {"localhost": {"versions": {"deepspeed": "0.19.8"}}}
+    checks.facts_by_host = {"localhost": {"versions": {"deepspeed": "0.19.8"}}}
     with monkeypatch.context() as patch:
         patch.setenv("PATH", str(BIN))
-        without_programs = [finding.what for finding in checks.deepspeed()]
+        without_programs = [finding.what for finding in checks.deepspeed_findings()]
     assert without_programs[2:] == ["pdsh is not installed on this machine"]
     assert "No such file or directory: 'ssh'" in without_programs[0]
     for name, value in request.getfixturevalue("ssh").items():
         monkeypatch.setenv(name, value)
     checks.clients = [client]
-    assert list(checks.deepspeed()) == []
+    assert list(checks.deepspeed_findings()) == []
     checks.clients = [SimpleNamespace(name="elsewhere.invalid")]
-    checks.facts["elsewhere.invalid"] = checks.facts["localhost"]
-    [finding] = checks.deepspeed()
+    checks.facts_by_host["elsewhere.invalid"] = checks.facts_by_host["localhost"]
+    [finding] = checks.deepspeed_findings()
     assert (finding.code, finding.fails) == ("deepspeed", False)
     assert "Could not resolve hostname elsewhere.invalid" in finding.what
 

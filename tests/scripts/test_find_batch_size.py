@@ -19,7 +19,7 @@ from onecurve.system.processes import is_alive
 from tests.conftest import ROOT, Job, rows_of, wait_until
 from tests.distributed.test_agreement import ranks_of
 from tests.support.commands import call
-from tools.batch_size.largest import LaunchResult, knee, launch_limited, next_size
+from tools.batch_size.largest import LaunchResult, knee, launch_limited, next_batch_size
 
 LARGEST = "tools.batch_size.largest"
 # Flags for small networks with large activations. Eight images need 0.09 to 0.13 GiB, many times more than
@@ -66,7 +66,7 @@ def search(memory, limit_gib: float, quantum: int) -> tuple[int, list[int]]:
     `memory(size)` returns the memory in GiB that a batch of this size needs.
     """
     ran, failed, tried = {}, set(), []
-    while (size := next_size(ran, failed, limit_gib, quantum)) is not None:
+    while (size := next_batch_size(ran, failed, limit_gib, quantum)) is not None:
         assert size % quantum == 0
         assert size not in tried
         tried.append(size)
@@ -152,7 +152,7 @@ def test_ctrl_c_while_a_trial_starts_ends_the_search():
 
 @pytest.mark.parametrize(("code", "is_out_of_memory"), rows_of("out of memory"))
 def test_out_of_memory_is_recognized(code, is_out_of_memory, monkeypatch):
-    monkeypatch.setattr(f"{LARGEST}.PERIOD_S", 0.05)
+    monkeypatch.setattr(f"{LARGEST}.LISTING_INTERVAL_S", 0.05)
     ended = launch_limited([sys.executable, "-c", code], limit_gib=0.5, timeout_s=60)
     assert ended.is_out_of_memory == is_out_of_memory, ended.output
 
@@ -160,7 +160,8 @@ def test_out_of_memory_is_recognized(code, is_out_of_memory, monkeypatch):
 @pytest.mark.parametrize(("message", "is_out_of_memory"), rows_of("out of memory on a GPU"))
 def test_a_gpu_out_of_memory_is_recognized_by_its_message(message, is_out_of_memory, monkeypatch):
     """Print a library's out-of-memory message from a process that uses no GPU."""
-    monkeypatch.setattr(f"{LARGEST}._largest_data_gib", lambda *_: pytest.fail("it looked at processes"))
+    sample = f"{LARGEST}._sample_largest_data_gib"
+    monkeypatch.setattr(sample, lambda *_: pytest.fail("it looked at processes"))
     ended = launch_limited(
         [sys.executable, "-c", f"print({message!r}); exit(1)"], limit_gib=None, timeout_s=60
     )

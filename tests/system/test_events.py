@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from onecurve.system.env import EVENTS_FILE_VARIABLE, EventReader, report_event
 from tools.launch.agent import _send_new_events
-from tools.launch.hosts import EVENT_MARK, Connection, event_line, requests
+from tools.launch.hosts import EVENT_MARK, Connection, event_line, read_requests
 
 
 def test_events_are_read_once_each(tmp_path, monkeypatch):
@@ -40,9 +40,9 @@ def test_the_agent_keeps_statuses_and_passes_the_other_events_on(tmp_path, monke
 def test_a_message_that_is_cut_off_is_ignored(monkeypatch):
     text = f"a banner\na title{event_line('step', step=1)}\n{event_line('step', step=2)[:-3]}"
     connection = Connection(None, SimpleNamespace(stdout=io.StringIO(text), stdin=io.StringIO()))
-    assert list(connection.events()) == ["a banner", "a title", {"event": "step", "step": 1}]
+    assert list(connection.events_and_lines()) == ["a banner", "a title", {"event": "step", "step": 1}]
     connection.request("start", words=["a b"], first=True)
     connection.request("kill")
     sent = connection.process.stdin.getvalue()
     monkeypatch.setattr("sys.stdin", io.StringIO(sent[:-3]))
-    assert list(requests()) == [("start", {"words": ["a b"], "first": True})]
+    assert list(read_requests()) == [("start", {"words": ["a b"], "first": True})]

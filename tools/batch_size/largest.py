@@ -26,13 +26,16 @@ from onecurve.system.processes import (
     says_out_of_memory,
 )
 
-FIRST_SIZE = 8  # images in the first trial; with fewer images, weights and libraries dominate memory use
+FIRST_BATCH_SIZE = 8  # images in the first trial; with fewer, weights and libraries dominate memory use
 EXTRAPOLATED_SHARE = 0.9  # fraction of the predicted increase to try if the prediction is an extrapolation
-KNEE_SPEED_UP = 1.05  # minimum speedup over a smaller batch that justifies a larger batch
-SAMPLE_S, PERIOD_S = 0.02, 0.5  # seconds between memory samples, and between process listings
+KNEE_SPEEDUP = 1.05  # minimum speedup over a smaller batch that justifies a larger batch
+SAMPLE_INTERVAL_S = 0.02  # seconds between samples of the processes' memory
+LISTING_INTERVAL_S = 0.5  # seconds between listings of the processes
 
 
-def next_size(ran: dict[int, float], failed: set[int], limit_gib: float, quantum: int) -> int | None:
+def next_batch_size(
+    gib_by_size: dict[int, float], failed_sizes: set[int], limit_gib: float, quantum: int
+) -> int | None:
     """Return the next batch size to try, or None if the search has finished.
 
     The search finishes when the next multiple of `quantum` above the largest successful size has failed. The
@@ -40,58 +43,66 @@ def next_size(ran: dict[int, float], failed: set[int], limit_gib: float, quantum
     but not below the midpoint between the largest successful size and the smallest failed size.
 
     Args:
-        ran: Memory in GiB for each batch size that ran successfully.
-        failed: Batch sizes that did not fit into memory.
+        gib_by_size: Memory in GiB for each batch size that ran successfully.
+        failed_sizes: Batch sizes that did not fit into memory.
         limit_gib: Memory limit in GiB.
         quantum: Divisor of all batch sizes.
     """
-    largest_ok = max(ran, default=0)
-    if not failed:
-        return _predicted_size(ran, limit_gib, quantum)
-    smallest_failed = min(failed)
-    if smallest_failed - largest_ok <= quantum:
+    largest_fitting_size = max(gib_by_size, default=0)
+    if not failed_sizes:
+        return _predicted_size(gib_by_size, limit_gib, quantum)
+    smallest_failed_size = min(failed_sizes)
+    if smallest_failed_size - largest_fitting_size <= quantum:
         return None
-    middle_size = largest_ok + max(1, (smallest_failed - largest_ok) // (2 * quantum)) * quantum
-    if len(ran) < 2:
-        safe_size = _safe_size(ran, limit_gib, quantum)
-        return safe_size if largest_ok < safe_size < smallest_failed else middle_size
-    predicted_size = _predicted_size(ran, limit_gib, quantum)
-    if predicted_size < smallest_failed:
+    half_difference = max(1, (smallest_failed_size - largest_fitting_size) // (2 * quantum)) * quantum
+    middle_size = largest_fitting_size + half_difference
+    if len(gib_by_size) < 2:
+        proportional_size = _proportional_size(gib_by_size, limit_gib, quantum)
+        is_untried = largest_fitting_size < proportional_size < smallest_failed_size
+        return proportional_size if is_untried else middle_size
+    predicted_size = _predicted_size(gib_by_size, limit_gib, quantum)
+    if predicted_size < smallest_failed_size:
         return predicted_size
-    return max(middle_size, smallest_failed - quantum * 2 ** (len(failed) - 1))
+    size_decrease = quantum * 2 ** (len(failed_sizes) - 1)
+    return max(middle_size, smallest_failed_size - size_decrease)
 
 
-def _predicted_size(ran: dict[int, float], limit_gib: float, quantum: int) -> int:
+def _predicted_size(gib_by_size: dict[int, float], limit_gib: float, quantum: int) -> int:
     """Predict the largest batch size that fits in memory, based on smaller sizes that ran successfully."""
-    if not ran:
-        return max(1, FIRST_SIZE // quantum) * quantum
-    smallest_ok, largest_ok = min(ran), max(ran)
-    if smallest_ok == largest_ok:
-        return max(4 * largest_ok, _safe_size(ran, limit_gib, quantum))
-    image_gib = (ran[largest_ok] - ran[smallest_ok]) / (largest_ok - smallest_ok)
-    if image_gib <= 0:
-        return 4 * largest_ok
-    free_gib = limit_gib - ran[largest_ok]
-    free_images = free_gib / image_gib + 1e-6  # 1e-6 compensates rounding errors
-    if free_images > largest_ok - smallest_ok:
-        free_images *= EXTRAPOLATED_SHARE
-    if free_images >= quantum:
-        return largest_ok + int(free_images / quantum) * quantum
+    if not gib_by_size:
+        return max(1, FIRST_BATCH_SIZE // quantum) * quantum
+    smallest_fitting_size, largest_fitting_size = min(gib_by_size), max(gib_by_size)
+    if smallest_fitting_size == largest_fitting_size:
+        return max(4 * largest_fitting_size, _proportional_size(gib_by_size, limit_gib, quantum))
+    image_difference = largest_fitting_size - smallest_fitting_size
+    gib_difference = gib_by_size[largest_fitting_size] - gib_by_size[smallest_fitting_size]
+    gib_per_image = gib_difference / image_difference
+    if gib_per_image <= 0:
+        return 4 * largest_fitting_size
+    free_gib = limit_gib - gib_by_size[largest_fitting_size]
+    more_images = free_gib / gib_per_image + 1e-6  # 1e-6 compensates rounding errors
+    is_extrapolation = more_images > image_difference
+    if is_extrapolation:
+        more_images *= EXTRAPOLATED_SHARE
+    if more_images >= quantum:
+        return largest_fitting_size + int(more_images / quantum) * quantum
     # According to the model, no larger size fits. The step grows if this prediction was wrong more than once.
-    wrong_predictions = sum(gib + quantum * image_gib > limit_gib for gib in ran.values())
-    return largest_ok + quantum * 2 ** max(0, wrong_predictions - 2)
+    wrong_prediction_count = sum(gib + quantum * gib_per_image > limit_gib for gib in gib_by_size.values())
+    return largest_fitting_size + quantum * 2 ** max(0, wrong_prediction_count - 2)
 
 
-def _safe_size(ran: dict[int, float], limit_gib: float, quantum: int) -> int:
+def _proportional_size(gib_by_size: dict[int, float], limit_gib: float, quantum: int) -> int:
     """Return a size that fits even if memory is proportional to the size, or 0 if no size has run yet."""
-    largest_ok = max(ran, default=0)
-    return int(largest_ok * limit_gib / ran[largest_ok]) // quantum * quantum if largest_ok else 0
+    largest_fitting_size = max(gib_by_size, default=0)
+    if not largest_fitting_size:
+        return 0
+    return int(largest_fitting_size * limit_gib / gib_by_size[largest_fitting_size]) // quantum * quantum
 
 
-def knee(images_per_s: dict[int, float]) -> int:
+def knee(speed_by_size: dict[int, float]) -> int:
     """Return the smallest batch size whose speed is within 5 percent of the best speed."""
-    best = max(images_per_s.values())
-    return min(size for size, speed in images_per_s.items() if best < KNEE_SPEED_UP * speed)
+    best_speed = max(speed_by_size.values())
+    return min(size for size, speed in speed_by_size.items() if best_speed < KNEE_SPEEDUP * speed)
 
 
 @dataclass(frozen=True)
@@ -110,16 +121,17 @@ def launch_limited(command: list[str], limit_gib: float | None, timeout_s: float
 
     Without a limit, for example on GPUs, this function does not sample process memory.
     """
-    other_pids = {process.pid for process in psutil.Process().children(recursive=True)}
-    start_s, killed_before, data_gib = time.monotonic(), _killed_by_kernel(), 0.0
+    earlier_pids = {process.pid for process in psutil.Process().children(recursive=True)}
+    start_s, oom_kills_before = time.monotonic(), _count_oom_kills()
+    largest_data_gib = 0.0
     adopt_orphans()
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
+    with tempfile.TemporaryFile("w+", errors="replace") as output_file:
         try:
             with _delayed_signals():
                 launcher = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
-                    stdout=output,
+                    stdout=output_file,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                     preexec_fn=partial(_limit_process, limit_gib),
@@ -128,23 +140,24 @@ def launch_limited(command: list[str], limit_gib: float | None, timeout_s: float
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     launcher.wait(timeout_s)
             while launcher.poll() is None and time.monotonic() - start_s < timeout_s:
-                data_gib = max(data_gib, _largest_data_gib(other_pids))
-            status = launcher.poll()
+                largest_data_gib = max(largest_data_gib, _sample_largest_data_gib(earlier_pids))
+            exit_status = launcher.poll()
         finally:
-            while remaining := running_descendants(other_pids):
-                kill(remaining)
-                psutil.wait_procs(remaining, timeout=1)
-            adopt_orphans(False)
-        output.seek(0)
-        output_text = output.read()
-    was_killed = "SIGKILL" in output_text and _killed_by_kernel() > killed_before
+            while remaining_processes := running_descendants(earlier_pids):
+                kill(remaining_processes)
+                psutil.wait_procs(remaining_processes, timeout=1)
+            adopt_orphans(False)  # stop adopting orphans
+        output_file.seek(0)
+        output_text = output_file.read()
+    was_oom_killed = "SIGKILL" in output_text and _count_oom_kills() > oom_kills_before
     # The launcher does not compute, so a segmentation fault means that a library in the launcher ran out of
     # memory.
-    has_crashed = status == -signal.SIGSEGV
+    has_crashed = exit_status == -signal.SIGSEGV
     is_limited = limit_gib is not None
-    is_reported = says_out_of_memory(output_text, is_limited) or (is_limited and has_crashed)
-    is_out_of_memory = status != 0 and (was_killed or is_reported)
-    return LaunchResult(status, output_text, data_gib, time.monotonic() - start_s, is_out_of_memory)
+    reports_out_of_memory = says_out_of_memory(output_text, is_limited) or (is_limited and has_crashed)
+    is_out_of_memory = exit_status != 0 and (was_oom_killed or reports_out_of_memory)
+    duration_s = time.monotonic() - start_s
+    return LaunchResult(exit_status, output_text, largest_data_gib, duration_s, is_out_of_memory)
 
 
 @contextlib.contextmanager
@@ -154,47 +167,48 @@ def _delayed_signals() -> Iterator[None]:
     When Popen forks to call preexec_fn, Python ignores exceptions in the hooks of os.register_at_fork. A
     KeyboardInterrupt that a signal handler raises at this moment would be lost.
     """
-    received: list[int] = []
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
-    for number in handlers:
-        signal.signal(number, lambda number, _: received.append(number))
+    received_signals: list[int] = []
+    all_handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handler_by_signal = {number: handler for number, handler in all_handlers.items() if callable(handler)}
+    for signal_number in handler_by_signal:
+        signal.signal(signal_number, lambda number, _frame: received_signals.append(number))
     try:
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for received_number in received:
-            signal.raise_signal(received_number)
+        for signal_number, handler in handler_by_signal.items():
+            signal.signal(signal_number, handler)
+        for received_signal in received_signals:
+            signal.raise_signal(received_signal)
 
 
 def _limit_process(limit_gib: float | None) -> None:
     """Limit the memory of the launcher and of all processes it starts."""
     end_with_parent()
     if limit_gib is not None:
-        size = int(limit_gib * 2**30)
-        resource.setrlimit(resource.RLIMIT_DATA, (size, size))
+        limit_bytes = int(limit_gib * 2**30)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
 
 
-def _largest_data_gib(other_pids: set[int]) -> float:
-    """Sample the descendants that are not in `other_pids` for PERIOD_S.
+def _sample_largest_data_gib(earlier_pids: set[int]) -> float:
+    """Sample the descendants that are not in `other_pids` for LISTING_INTERVAL_S.
 
     Return the largest data size in GiB.
     """
     descendants = psutil.Process().children(recursive=True)
-    pids = {process.pid for process in descendants} - other_pids
-    status_files = [Path(f"/proc/{pid}/status") for pid in pids]
-    largest_kib, end_s = 0, time.monotonic() + PERIOD_S
-    while status_files and time.monotonic() < end_s:
-        for file in status_files:
+    trial_pids = {process.pid for process in descendants} - earlier_pids
+    status_files = [Path(f"/proc/{pid}/status") for pid in trial_pids]
+    largest_data_kib = 0
+    deadline_s = time.monotonic() + LISTING_INTERVAL_S
+    while status_files and time.monotonic() < deadline_s:
+        for status_file in status_files:
             with contextlib.suppress(OSError):  # raised if the process has ended
-                data_size = re.search(r"VmData:\s+(\d+)", file.read_text())
-                largest_kib = max(largest_kib, int(data_size[1]) if data_size else 0)
-        time.sleep(SAMPLE_S)
-    return largest_kib / 2**20
+                data_sizes_kib = re.findall(r"VmData:\s+(\d+)", status_file.read_text())
+                largest_data_kib = max([largest_data_kib, *map(int, data_sizes_kib)])
+        time.sleep(SAMPLE_INTERVAL_S)
+    return largest_data_kib / 2**20
 
 
-def _killed_by_kernel() -> int:
+def _count_oom_kills() -> int:
     """Return the number of processes that this machine's kernel has OOM-killed."""
-    match = re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE)
-    return int(match[1]) if match else 0
+    count_match = re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE)
+    return int(count_match[1]) if count_match else 0

@@ -18,16 +18,23 @@ import yaml
 
 from onecurve.system.gpus import Devices, driver_problem, runs_on
 from onecurve.system.text import plural
-from tools.launch.hosts import Connection, Host, master_address, start_on
+from tools.launch.hosts import Connection, Host, master_address, start_module_on
 
-Facts = dict[str, dict[str, Any]]  # facts about each host by host name
+FactsByHost = dict[str, dict[str, Any]]  # facts about each host by host name
 
-ASK_S, DATA_S, S3_S, ALL_REDUCE_S = 30, 300, 180, 60  # timeouts (s); --data may contain a million files
-NO_ANSWER = "the host did not respond"
-CLOCK_S = 2.0  # tolerated clock error in seconds
-SHM_GIB, SHM_LEAST_GIB = 1.0, 0.0625  # warning and failure limits of /dev/shm; containers default to 64 MiB
-DISK_GIB, DISK_LEAST_GIB = 10.0, 1.0  # limits for a warning and a failure
-OPEN_FILES = 4096  # minimum open-file limit without a warning
+ANSWER_TIMEOUT_S = 30
+DATA_TIMEOUT_S = 300  # timeout for facts about a host with --data, which may contain a million files
+S3_TIMEOUT_S = 180
+ALL_REDUCE_TIMEOUT_S = 60
+NO_RESPONSE = "the host did not respond"
+TOLERATED_CLOCK_ERROR_S = 2.0
+SHM_WARNING_GIB = 1.0  # free space in /dev/shm below which the doctor warns
+SHM_FAILURE_GIB = 0.0625  # free space in /dev/shm below which the job would fail; default in containers
+DISK_WARNING_GIB = 10.0  # free space in --output_dir below which the doctor warns
+DISK_FAILURE_GIB = 1.0  # free space in --output_dir below which the job would fail
+MIN_OPEN_FILES = 4096  # minimum open-file limit without a warning
+PARAMETER_BYTES = 16  # per parameter: 4 bytes each for the weight, the gradient and both Adam moments
+MIN_BF16_CAPABILITY = [8, 0]  # minimum compute capability with native bf16
 TOLERATED_GPU_SHARE = 0.1  # fraction of a GPU's memory that other processes may use without a warning
 
 # Meaning and remedy of each finding, by code
@@ -52,78 +59,85 @@ class HostClient(Connection):
     """Connection to a host on which tools/doctor/facts.py answers questions."""
 
     def __init__(self, host: Host):
-        super().__init__(host, start_on(host.name, "tools.doctor.facts"))
+        super().__init__(host, start_module_on(host.name, "tools.doctor.facts"))
         self.name = host.name
         self.last_line = ""  # last line of the host's output that is not an event
 
-    def ask(self, name: str, within_s: float = ASK_S, **question: Any) -> dict[str, Any]:
+    def ask(self, question: str, timeout_s: float = ANSWER_TIMEOUT_S, **arguments: Any) -> dict[str, Any]:
         """Return the host's answer.
 
         Without an answer, return the keys `error` (the reason) and `gone` (True).
         """
         # Kill the process at the timeout, because a late answer could be mistaken for the answer to the next
         # question.
-        timer = threading.Timer(within_s, self.process.kill)
-        timer.start()
-        self.request(name, **question)
-        for event in self.events():
-            if not isinstance(event, str):
-                timer.cancel()
-                return event["answer"]
-            self.last_line = event.strip()
-        if timer.finished.is_set():
-            self.last_line = f"{NO_ANSWER} within {within_s:.0f} s"
-        timer.cancel()
+        kill_timer = threading.Timer(timeout_s, self.process.kill)
+        kill_timer.start()
+        self.request(question, **arguments)
+        for event_or_line in self.events_and_lines():
+            if not isinstance(event_or_line, str):
+                kill_timer.cancel()
+                return event_or_line["answer"]
+            self.last_line = event_or_line.strip()
+        if kill_timer.finished.is_set():
+            self.last_line = f"{NO_RESPONSE} within {timeout_s:.0f} s"
+        kill_timer.cancel()
         return {"error": self.last_line or f"exit status {self.process.wait()}", "gone": True}
 
 
 class Checks:
     """Sequence of all checks. Some checks use the results of earlier checks."""
 
-    def __init__(self, clients: list[HostClient], flags: argparse.Namespace, config: dict[str, Any]):
-        self.clients, self.flags, self.config = clients, flags, config
-        self.first = clients[0].name
-        self.facts: Facts = {}
-        self.checked: list[str] = []  # codes of all checked problems, in check order
-        self.notes: list[str] = []
+    def __init__(self, clients: list[HostClient], flags: argparse.Namespace, launch_config: dict[str, Any]):
+        self.clients, self.flags, self.launch_config = clients, flags, launch_config
+        self.first_host_name = clients[0].name
+        self.facts_by_host: FactsByHost = {}
+        self.checked_codes: list[str] = []  # codes of all checked problems, in check order
+        self.notes: list[str] = []  # remarks to print after the findings
 
-    def run(self, model: Callable[[], dict[str, Any]] | None) -> list[Finding]:
+    def run(self, inspect_model: Callable[[], dict[str, Any]] | None) -> list[Finding]:
         """Run all checks and return their findings.
 
         Args:
-            model: Function that returns facts about the script's model, or None if there is no script to
-                check.
+            inspect_model: Function that returns facts about the script's model, or None if there is no script
+                to check.
         """
         findings: list[Finding] = []
-        for check in (self.hosts, self.deepspeed, self.network, self.folders, self.s3, self.all_reduce):
+        checks = [self.host_findings, self.deepspeed_findings, self.network_findings]
+        checks += [self.folder_findings, self.s3_findings, self.all_reduce_findings]
+        for check in checks:
             findings += check()
-            if len(self.facts) < len(self.clients):
+            if len(self.facts_by_host) < len(self.clients):
                 break  # the remaining checks need facts about all hosts
-        return findings + list(self.job(model()) if model else [])
+        if inspect_model:
+            findings += self.job_findings(inspect_model())
+        return findings
 
-    def hosts(self) -> Iterator[Finding]:
-        self.checked += ["ssh", "clock", "versions", "driver", "old-driver", "driver-broken", "code", "slots"]
-        self.checked += ["own-name", "shm", "open-files", *(["data"] if self.flags.data else [])]
+    def host_findings(self) -> Iterator[Finding]:
+        self.checked_codes += ["ssh", "clock", "versions", "driver", "old-driver", "driver-broken", "code"]
+        self.checked_codes += ["slots", "own-name", "shm", "open-files"]
+        self.checked_codes += ["data"] if self.flags.data else []
 
-        def ask(client: HostClient) -> dict[str, Any]:
-            began = time.time()
-            within_s = DATA_S if self.flags.data else ASK_S
-            answer = client.ask("facts", within_s, data=self.flags.data)
-            # The host read the clock between `began` and now. The clock is correct if its reading is within
-            # this interval.
-            clock = answer.get("clock", began)
-            return answer | {"clock_off_s": min(clock - began, 0) + max(clock - time.time(), 0)}
+        def ask_facts(client: HostClient) -> dict[str, Any]:
+            asked_at_s = time.time()
+            timeout_s = DATA_TIMEOUT_S if self.flags.data else ANSWER_TIMEOUT_S
+            answer = client.ask("describe_host", timeout_s, data_location=self.flags.data)
+            # The host read the clock between `asked_at_s` and now. The clock is correct if its reading is
+            # within this interval.
+            host_clock_s = answer.get("clock", asked_at_s)
+            behind_s, ahead_s = min(host_clock_s - asked_at_s, 0), max(host_clock_s - time.time(), 0)
+            return answer | {"clock_off_s": behind_s + ahead_s}
 
-        for client, answer in _ask_all(self.clients, ask):
+        for client, answer in _ask_all(self.clients, ask_facts):
             if "error" in answer:
                 yield Finding(self._failure_code(answer), client.name, answer["error"])
             else:
-                self.facts[client.name] = answer
-        yield from check_hosts([client.host for client in self.clients], self.facts)
-        yield from compare_hosts(self.facts)
-        self.gpus = [gpu for host_facts in self.facts.values() for gpu in host_facts["devices"]["gpus"]]
-        if self.gpus:
-            self.checked += ["device-memory", "peer-access", "precision"]
+                self.facts_by_host[client.name] = answer
+        yield from check_hosts([client.host for client in self.clients], self.facts_by_host)
+        yield from compare_hosts(self.facts_by_host)
+        host_devices = [host_facts["devices"] for host_facts in self.facts_by_host.values()]
+        self.gpu_facts = [gpu for devices in host_devices for gpu in devices["gpus"]]
+        if self.gpu_facts:
+            self.checked_codes += ["device-memory", "peer-access", "precision"]
         else:
             self.notes.append("No host has a GPU. The job would be a rehearsal on CPUs, with gloo.")
 
@@ -131,136 +145,164 @@ class Checks:
         """Return the finding code for a host that did not return facts."""
         if "Host key" in answer["error"]:
             return "host-key"
-        if self.flags.data and answer["error"].startswith(NO_ANSWER):
+        if self.flags.data and answer["error"].startswith(NO_RESPONSE):
             return "data"
         return "ssh" if "gone" in answer else "facts"
 
-    def deepspeed(self) -> Iterator[Finding]:
+    def deepspeed_findings(self) -> Iterator[Finding]:
         """Check that `deepspeed --hostfile` can connect.
 
         A problem is only a warning, because launch.py may still connect.
         """
-        if not any(facts["versions"]["deepspeed"] for facts in self.facts.values()):
+        if not any(host_facts["versions"]["deepspeed"] for host_facts in self.facts_by_host.values()):
             return
-        self.checked.append("deepspeed")
+        self.checked_codes.append("deepspeed")
         answers = _ask_all(self.clients, lambda client: {"problem": deepspeed_problem(client.name)})
         for client, answer in answers:
             if answer["problem"]:
-                what = f"ssh {client.name} hostname: {answer['problem']}"
-                yield Finding("deepspeed", client.name, what, False)
+                description = f"ssh {client.name} hostname: {answer['problem']}"
+                yield Finding("deepspeed", client.name, description, fails=False)
         if len(self.clients) > 1 and shutil.which("pdsh") is None:
-            yield Finding("deepspeed", self.first, "pdsh is not installed on this machine", False)
+            description = "pdsh is not installed on this machine"
+            yield Finding("deepspeed", self.first_host_name, description, fails=False)
 
-    def network(self) -> Iterator[Finding]:
-        self.checked += ["interface", "port-taken"]
-        self.address = self.flags.master_addr or master_address(list(self.facts.values()))
-        for client, answer in _ask_all(self.clients, lambda client: client.ask("route", master=self.address)):
-            self.facts[client.name]["interface"] = answer.get("interface")
+    def network_findings(self) -> Iterator[Finding]:
+        self.checked_codes += ["interface", "port-taken"]
+        self.first_host_address = self.flags.master_addr or master_address(list(self.facts_by_host.values()))
+
+        def ask_route(client: HostClient) -> dict[str, Any]:
+            return client.ask("find_route", first_host_address=self.first_host_address)
+
+        for client, answer in _ask_all(self.clients, ask_route):
+            self.facts_by_host[client.name]["interface"] = answer.get("interface")
             if "error" in answer:
                 yield Finding("interface", client.name, answer["error"])
             elif len(self.clients) > 1 and answer["address"].startswith("127."):
-                what = f"the first host's address {self.address} is a loopback address on this host"
-                yield Finding("interface", client.name, what)
+                address_text = f"the first host's address {self.first_host_address}"
+                description = f"{address_text} is a loopback address on this host"
+                yield Finding("interface", client.name, description)
         first_client, *other_clients = self.clients
-        answer = first_client.ask("listen", port=self.flags.port)
+        answer = first_client.ask("listen_on_port", port=self.flags.port)
         self.free_port = answer.get("free_port")
         if problem := answer.get("taken") or answer.get("error"):
             yield Finding("port-taken", first_client.name, f"port {self.flags.port}: {problem}")
             return
-        self.checked.append("port-closed")
-        question = {"address": self.address, "port": self.flags.port}
-        for client, answer in _ask_all(other_clients, lambda client: client.ask("connect", **question)):
-            if problem := answer.get("refused") or answer.get("error"):
-                what = f"can't connect to {self.address}:{self.flags.port}: {problem}"
-                yield Finding("port-closed", client.name, what)
+        self.checked_codes.append("port-closed")
 
-    def folders(self) -> Iterator[Finding]:
+        def ask_connection(client: HostClient) -> dict[str, Any]:
+            return client.ask("connect_to_port", address=self.first_host_address, port=self.flags.port)
+
+        for client, answer in _ask_all(other_clients, ask_connection):
+            if problem := answer.get("refused") or answer.get("error"):
+                description = f"can't connect to {self.first_host_address}:{self.flags.port}: {problem}"
+                yield Finding("port-closed", client.name, description)
+
+    def folder_findings(self) -> Iterator[Finding]:
         """Check whether all hosts can write to --output_dir.
 
         A problem is only a warning on hosts other than the first, because only rank 0 writes to the folder.
         """
-        self.checked += ["output", "disk"]
-        folder, token = str(Path(self.flags.output_dir).absolute()), f".doctor-{secrets.token_hex(4)}"
+        self.checked_codes += ["output", "disk"]
+        folder = str(Path(self.flags.output_dir).absolute())
+        token_name = f".doctor-{secrets.token_hex(4)}"
         first_client, *other_clients = self.clients
 
-        def ask(client: HostClient) -> dict[str, Any]:
-            return client.ask("writable", folder=folder, token=token, leave=client is first_client)
+        def ask_folder(client: HostClient) -> dict[str, Any]:
+            is_first = client is first_client
+            return client.ask("probe_folder", folder=folder, token_name=token_name, creates_token=is_first)
 
-        answers = [(first_client, ask(first_client)), *_ask_all(other_clients, ask)]
-        if token_in := answers[0][1].get("folder"):
-            first_client.ask("remove_token", file=f"{token_in}/{token}")
+        first_answer = ask_folder(first_client)
+        answers = [(first_client, first_answer), *_ask_all(other_clients, ask_folder)]
+        if token_folder := first_answer.get("folder"):
+            first_client.ask("remove_token", token_file=f"{token_folder}/{token_name}")
         for client, answer in answers:
+            is_first = client is first_client
             if problem := answer.get("problem") or answer.get("error"):
-                what = f"can't write to {folder}: {problem}"
-                yield Finding("output", client.name, what, client is first_client)
-            elif answer["free_gib"] < DISK_GIB:
-                what = f"only {answer['free_gib']:.1f} GiB are free in {answer['folder']}"
-                is_full = answer["free_gib"] < DISK_LEAST_GIB
-                yield Finding("disk", client.name, what, client is first_client and is_full)
+                yield Finding("output", client.name, f"can't write to {folder}: {problem}", fails=is_first)
+            elif answer["free_gib"] < DISK_WARNING_GIB:
+                description = f"only {answer['free_gib']:.1f} GiB are free in {answer['folder']}"
+                is_full = answer["free_gib"] < DISK_FAILURE_GIB
+                yield Finding("disk", client.name, description, fails=is_first and is_full)
         if other_clients:
             if all(answer.get("sees") for _, answer in answers):
                 self.notes.append(f"{folder} is shared by all hosts.")
             else:
-                sufficient = "The job uses the folder on the first host, which is sufficient."
-                self.notes.append(f"{folder} is not shared. {sufficient}")
+                explanation = "The job uses the folder on the first host, which is sufficient."
+                self.notes.append(f"{folder} is not shared. {explanation}")
 
-    def s3(self) -> Iterator[Finding]:
+    def s3_findings(self) -> Iterator[Finding]:
         if self.flags.s3:
-            self.checked.append("s3")
-            answer = self.clients[0].ask("s3", S3_S, url=self.flags.s3)
+            self.checked_codes.append("s3")
+            first_client, *_ = self.clients
+            answer = first_client.ask("probe_s3", S3_TIMEOUT_S, url=self.flags.s3)
             if problem := answer.get("problem") or answer.get("error"):
-                yield Finding("s3", self.first, problem)
+                yield Finding("s3", self.first_host_name, problem)
 
-    def all_reduce(self) -> Iterator[Finding]:
+    def all_reduce_findings(self) -> Iterator[Finding]:
         """Run an all-reduce with one process per device. It may hang even between GPUs in one host."""
-        slots = [len(client.host.devices) for client in self.clients]
-        first_ranks = dict(zip(self.facts, accumulate(slots, initial=0), strict=False))
-        is_unusable = any(_driver_problem(host_facts) for host_facts in self.facts.values())
-        interfaces = [host_facts["interface"] for host_facts in self.facts.values()]
-        if sum(slots) < 2 or is_unusable or not all(interfaces):
+        slot_counts = [len(client.host.devices) for client in self.clients]
+        process_count = sum(slot_counts)
+        first_ranks = dict(zip(self.facts_by_host, accumulate(slot_counts, initial=0), strict=False))
+        has_unusable_driver = any(map(_find_driver_problem, self.facts_by_host.values()))
+        interfaces = [host_facts["interface"] for host_facts in self.facts_by_host.values()]
+        if process_count < 2 or has_unusable_driver or not all(interfaces):
             return
-        self.checked += ["all-reduce", *(["unsupported-gpu", "unusable-gpu"] if self.gpus else [])]
+        self.checked_codes += ["all-reduce"]
+        self.checked_codes += ["unsupported-gpu", "unusable-gpu"] if self.gpu_facts else []
 
-        def ask(client: HostClient) -> dict[str, Any]:
-            job = {"address": self.address, "port": self.free_port, "processes": sum(slots)}
-            host_part = {"first_rank": first_ranks[client.name], "devices": client.host.devices}
-            host_part |= {"interface": self.facts[client.name]["interface"], "gpus": bool(self.gpus)}
-            return client.ask("all_reduce", ALL_REDUCE_S + 10, **job, **host_part, deadline_s=ALL_REDUCE_S)
+        def ask_all_reduce(client: HostClient) -> dict[str, Any]:
+            return client.ask(
+                "run_all_reduce",
+                timeout_s=ALL_REDUCE_TIMEOUT_S + 10,
+                first_host_address=self.first_host_address,
+                port=self.free_port,
+                first_rank=first_ranks[client.name],
+                process_count=process_count,
+                device_indices=client.host.devices,
+                uses_gpus=bool(self.gpu_facts),
+                interface=self.facts_by_host[client.name]["interface"],
+                job_timeout_s=ALL_REDUCE_TIMEOUT_S,
+            )
 
-        measured_ranks = []
-        for client, answer in _ask_all(self.clients, ask):
+        measured_answers = []
+        for client, answer in _ask_all(self.clients, ask_all_reduce):
             yield from check_all_reduce(client.host, answer)
-            measured_ranks += [rank for rank in answer.get("ranks", ()) if "latency_s" in rank]
-        if len(measured_ranks) == sum(slots):
-            latency_ms = max(rank["latency_s"] for rank in measured_ranks) * 1e3
-            gb_per_s = min(rank["gb_per_s"] for rank in measured_ranks)
-            backend = f"{measured_ranks[0]['backend']} over {', '.join(sorted(set(interfaces)))}"
+            measured_answers += [rank for rank in answer.get("ranks", ()) if "latency_s" in rank]
+        if len(measured_answers) == process_count:
+            latency_ms = max(rank["latency_s"] for rank in measured_answers) * 1e3
+            gb_per_s = min(rank["gb_per_s"] for rank in measured_answers)
+            backend = f"{measured_answers[0]['backend']} over {', '.join(sorted(set(interfaces)))}"
             self.notes.append(f"all-reduce ({backend}): {latency_ms:.2f} ms, 64 MiB at {gb_per_s:.2f} GB/s")
 
-    def job(self, model: dict[str, Any]) -> Iterator[Finding]:
-        if "unchecked" in model:
-            reason = model["unchecked"]
+    def job_findings(self, model_facts: dict[str, Any]) -> Iterator[Finding]:
+        if "unchecked" in model_facts:
+            reason = model_facts["unchecked"]
             self.notes.append(f"The model, strategy and batch size were not checked, because {reason}")
             return
-        self.checked.append("script")
-        if "error" in model:
-            yield Finding("script", self.first, model["error"])
+        self.checked_codes.append("script")
+        if "error" in model_facts:
+            yield Finding("script", self.first_host_name, model_facts["error"])
             return
-        self.checked += ["strategy", "batch"]
-        memory_gib = min((gpu["memory_gib"] for gpu in self.gpus if gpu["memory_gib"]), default=None)
-        yield from check_job(self.first, self.config, model, memory_gib)
+        self.checked_codes += ["strategy", "batch"]
+        gpu_sizes_gib = [gpu["memory_gib"] for gpu in self.gpu_facts if gpu["memory_gib"]]
+        smallest_gpu_gib = min(gpu_sizes_gib, default=None)
+        yield from check_job(self.first_host_name, self.launch_config, model_facts, smallest_gpu_gib)
 
 
-def deepspeed_problem(host: str) -> str | None:
+def deepspeed_problem(host_name: str) -> str | None:
     """Return the reason why `ssh HOST hostname` with the DeepSpeed launcher's options fails, or None."""
-    ssh = ["ssh", "-o", "PasswordAuthentication=no", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
+    ssh_command = ["ssh", "-o", "PasswordAuthentication=no", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
+    ssh_command += [host_name, "hostname"]
     try:
-        completed = subprocess.run([*ssh, host, "hostname"], capture_output=True, text=True, timeout=ASK_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        is_late = isinstance(error, subprocess.TimeoutExpired)
-        return f"{NO_ANSWER} within {ASK_S} s" if is_late else str(error)
-    last_line = (completed.stderr.strip() or f"exit status {completed.returncode}").splitlines()[-1]
-    return last_line if completed.returncode else None
+        ssh_process = subprocess.run(ssh_command, capture_output=True, text=True, timeout=ANSWER_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return f"{NO_RESPONSE} within {ANSWER_TIMEOUT_S} s"
+    except OSError as error:
+        return str(error)
+    if ssh_process.returncode == 0:
+        return None
+    *_, last_error_line = (ssh_process.stderr.strip() or f"exit status {ssh_process.returncode}").splitlines()
+    return last_error_line
 
 
 def _ask_all(clients: list[HostClient], ask: Callable[[HostClient], dict]) -> list[tuple[HostClient, dict]]:
@@ -269,129 +311,143 @@ def _ask_all(clients: list[HostClient], ask: Callable[[HostClient], dict]) -> li
         return list(zip(clients, threads.map(ask, clients), strict=True))
 
 
-def check_hosts(hosts: list[Host], facts: Facts) -> Iterator[Finding]:
+def check_hosts(hosts: list[Host], facts_by_host: FactsByHost) -> Iterator[Finding]:
     """Check each host's facts separately."""
     for host in hosts:
-        if (host_facts := facts.get(host.name)) is None:
+        if (host_facts := facts_by_host.get(host.name)) is None:
             continue
-        gpus = host_facts["devices"]["gpus"]
-        if problem := _driver_problem(host_facts):
+        gpu_facts = host_facts["devices"]["gpus"]
+        if problem := _find_driver_problem(host_facts):
             is_broken = host_facts["devices"]["problem"]
-            code = "old-driver" if host_facts["torch_cuda"] else "unusable-gpu"
-            yield Finding("driver-broken" if is_broken else code, host.name, problem)
-        if gpus and (slot := max(host.devices)) >= len(gpus):
-            gpu_count = plural(len(gpus), "GPU")
-            what = f"the hostfile uses slot {slot} (counted from 0), but the host has {gpu_count}"
-            yield Finding("slots", host.name, what)
-        for index in host.devices:
-            if index < len(gpus):
-                yield from _check_gpu(host.name, index, gpus[index])
-        address = host_facts["own_name_is"]
+            finding_code = "old-driver" if host_facts["torch_cuda"] else "unusable-gpu"
+            yield Finding("driver-broken" if is_broken else finding_code, host.name, problem)
+        if gpu_facts and (last_slot := max(host.devices)) >= len(gpu_facts):
+            gpus_text = plural(len(gpu_facts), "GPU")
+            description = f"the hostfile uses slot {last_slot} (counted from 0), but the host has {gpus_text}"
+            yield Finding("slots", host.name, description)
+        for gpu_index in host.devices:
+            if gpu_index < len(gpu_facts):
+                yield from _check_gpu(host.name, gpu_index, gpu_facts[gpu_index])
+        own_address = host_facts["own_name_is"]
         # Even in a job on one host, torchrun --standalone hangs if the host's name can't be resolved.
-        if address is None or (len(hosts) > 1 and address.startswith("127.")):
-            resolved = f"resolves to {address}" if address else "is unknown"
-            what = f"the host's own name {host_facts['hostname']} {resolved} on the host"
-            yield Finding("own-name", host.name, what, False)
-        if (shm_gib := host_facts["shm_gib"]) < SHM_GIB:
-            what = f"/dev/shm has only {shm_gib * 1024:.0f} MiB of free space"
-            yield Finding("shm", host.name, what, shm_gib < SHM_LEAST_GIB)
-        if (limit := host_facts["open_files"]) < OPEN_FILES:
-            yield Finding("open-files", host.name, f"a process can open at most {limit} files", False)
+        if own_address is None or (len(hosts) > 1 and own_address.startswith("127.")):
+            resolution = f"resolves to {own_address}" if own_address else "is unknown"
+            description = f"the host's own name {host_facts['hostname']} {resolution} on the host"
+            yield Finding("own-name", host.name, description, fails=False)
+        if (shm_gib := host_facts["shm_gib"]) < SHM_WARNING_GIB:
+            description = f"/dev/shm has only {shm_gib * 1024:.0f} MiB of free space"
+            yield Finding("shm", host.name, description, fails=shm_gib < SHM_FAILURE_GIB)
+        if (file_limit := host_facts["open_files"]) < MIN_OPEN_FILES:
+            description = f"a process can open at most {file_limit} files"
+            yield Finding("open-files", host.name, description, fails=False)
         if host_facts["data"] and host_facts["data"]["problem"]:
             yield Finding("data", host.name, host_facts["data"]["problem"])
 
 
-def _driver_problem(host_facts: dict[str, Any]) -> str | None:
+def _find_driver_problem(host_facts: dict[str, Any]) -> str | None:
     return driver_problem(Devices(**host_facts["devices"]), host_facts["torch_cuda"])
 
 
-def _check_gpu(host: str, index: int, gpu: dict[str, Any]) -> Iterator[Finding]:
-    held_gib = gpu["memory_gib"] - gpu["free_gib"] if gpu["memory_gib"] else 0
-    if held_gib > TOLERATED_GPU_SHARE * (gpu["memory_gib"] or 0):
-        holder = f" by process {', '.join(gpu['held_by'])}" if gpu["held_by"] else ""
-        what = f"{held_gib:.1f} GiB of the memory of GPU {index} are already in use{holder}"
-        yield Finding("device-memory", host, what, False)
-    if gpu["capability"] and gpu["capability"] < [8, 0]:
-        description = f"{gpu['name']}, compute capability {'.'.join(map(str, gpu['capability']))}"
-        yield Finding("precision", host, f"GPU {index} ({description}) does not support bf16 natively", False)
+def _check_gpu(host_name: str, gpu_index: int, gpu: dict[str, Any]) -> Iterator[Finding]:
+    used_gib = gpu["memory_gib"] - gpu["free_gib"] if gpu["memory_gib"] else 0
+    if used_gib > TOLERATED_GPU_SHARE * (gpu["memory_gib"] or 0):
+        user_text = f" by process {', '.join(gpu['held_by'])}" if gpu["held_by"] else ""
+        description = f"{used_gib:.1f} GiB of the memory of GPU {gpu_index} are already in use{user_text}"
+        yield Finding("device-memory", host_name, description, fails=False)
+    if gpu["capability"] and gpu["capability"] < MIN_BF16_CAPABILITY:
+        gpu_text = f"{gpu['name']}, compute capability {'.'.join(map(str, gpu['capability']))}"
+        description = f"GPU {gpu_index} ({gpu_text}) does not support bf16 natively"
+        yield Finding("precision", host_name, description, fails=False)
     if not all(gpu["peers"]):
-        what = f"GPU {index} can't directly access the memory of all other GPUs"
-        yield Finding("peer-access", host, what, False)
+        description = f"GPU {gpu_index} can't directly access the memory of all other GPUs"
+        yield Finding("peer-access", host_name, description, fails=False)
 
 
-def compare_hosts(facts: Facts) -> Iterator[Finding]:
+def compare_hosts(facts_by_host: FactsByHost) -> Iterator[Finding]:
     """Find differences between hosts. The most common value of each fact is considered correct."""
-    # Finding code, fact name, the fact's value on each host, and True for a failure
-    comparisons: list[tuple[str, str, dict[str, Any], bool]] = []
-    for code in ("versions", "code"):
-        for name in sorted({name for host_facts in facts.values() for name in host_facts[code]}):
-            values = {host: host_facts[code].get(name) for host, host_facts in facts.items()}
-            comparisons.append((code, name, values, True))
-    has_gpus = {host: _gpu_presence(host_facts["devices"]["gpus"]) for host, host_facts in facts.items()}
-    drivers = {host: host_facts["devices"]["driver"] for host, host_facts in facts.items()}
-    nccl_versions = {host: host_facts["nccl"] for host, host_facts in facts.items()}
-    data_facts = {host: host_facts["data"] or {} for host, host_facts in facts.items()}
-    digests = {host: data["digest"] for host, data in data_facts.items() if "digest" in data}
-    comparisons += [("slots", "a GPU", has_gpus, True), ("data", "the content of --data", digests, True)]
-    comparisons += [("driver", "driver", drivers, False), ("driver", "NCCL", nccl_versions, True)]
-    for code, name, values, fails in comparisons:
-        usual_value = Counter(values.values()).most_common(1)[0][0] if values else None
-        for host, value in values.items():
+    facts_items = facts_by_host.items()
+    for finding_code in ("versions", "code"):
+        fact_names = {name for host_facts in facts_by_host.values() for name in host_facts[finding_code]}
+        for fact_name in sorted(fact_names):
+            value_by_host = {host: facts[finding_code].get(fact_name) for host, facts in facts_items}
+            yield from _compare_values(finding_code, fact_name, value_by_host)
+    gpu_presence = {host: _gpu_presence(host_facts["devices"]["gpus"]) for host, host_facts in facts_items}
+    yield from _compare_values("slots", "a GPU", gpu_presence)
+    data_by_host = {host: host_facts["data"] or {} for host, host_facts in facts_items}
+    data_digests = {host: data["digest"] for host, data in data_by_host.items() if "digest" in data}
+    yield from _compare_values("data", "the content of --data", data_digests)
+    driver_versions = {host: host_facts["devices"]["driver"] for host, host_facts in facts_items}
+    yield from _compare_values("driver", "driver", driver_versions, fails=False)
+    nccl_versions = {host: host_facts["nccl"] for host, host_facts in facts_items}
+    yield from _compare_values("driver", "NCCL", nccl_versions)
+    for host_name, host_facts in facts_items:
+        if abs(clock_error_s := host_facts["clock_off_s"]) > TOLERATED_CLOCK_ERROR_S:
+            description = f"the host's clock differs from this machine's by {clock_error_s:+.1f} s"
+            yield Finding("clock", host_name, description, fails=False)
+
+
+def _compare_values(
+    finding_code: str, fact_name: str, value_by_host: dict[str, Any], fails: bool = True
+) -> Iterator[Finding]:
+    """Find the hosts on which a fact's value is not the most common value."""
+    for usual_value, _count in Counter(value_by_host.values()).most_common(1):
+        for host_name, value in value_by_host.items():
             if value != usual_value:
-                what = f"{name} is {value} on this host, but {usual_value} on other hosts"
-                yield Finding(code, host, what, fails)
-    for host, host_facts in facts.items():
-        if abs(offset_s := host_facts["clock_off_s"]) > CLOCK_S:
-            what = f"the host's clock differs from this machine's by {offset_s:+.1f} s"
-            yield Finding("clock", host, what, False)
+                description = f"{fact_name} is {value} on this host, but {usual_value} on other hosts"
+                yield Finding(finding_code, host_name, description, fails)
 
 
-def _gpu_presence(gpus: list[Any]) -> str:
-    return "present" if gpus else "missing"
+def _gpu_presence(gpu_facts: list[Any]) -> str:
+    return "present" if gpu_facts else "missing"
 
 
 def check_all_reduce(host: Host, answer: dict[str, Any]) -> Iterator[Finding]:
     """Check a host's all-reduce results. Report a problem only once if several devices have it."""
-    devices_of: dict[tuple[str, str], list[int]] = {}  # devices with a problem, by code and text
-    for device, rank in zip(host.devices, answer.get("ranks", ()), strict=False):
-        major, minor = rank.get("capability") or (0, 0)
-        if "unusable" in rank:
-            problem_key = ("unusable-gpu", rank["unusable"])
-        elif major and not any(runs_on(arch, major, minor) for arch in rank["built_for"]):
-            architectures = ", ".join(rank["built_for"])
-            what = f"torch was built for {architectures}, but the GPU's architecture is sm_{major}{minor}"
-            problem_key = ("unsupported-gpu", what)
-        elif rank["problem"]:
-            problem_key = ("all-reduce", rank["problem"])
+    slots_by_problem: dict[tuple[str, str], list[int]] = {}  # slots with a problem, by code and description
+    for slot, rank_answer in zip(host.devices, answer.get("ranks", ()), strict=False):
+        major, minor = rank_answer.get("capability") or (0, 0)
+        if "unusable" in rank_answer:
+            code_and_description = ("unusable-gpu", rank_answer["unusable"])
+        elif major and not any(runs_on(name, major, minor) for name in rank_answer["built_for"]):
+            architectures = ", ".join(rank_answer["built_for"])
+            built_for = f"torch was built for {architectures}"
+            description = f"{built_for}, but the GPU's architecture is sm_{major}{minor}"
+            code_and_description = ("unsupported-gpu", description)
+        elif rank_answer["problem"]:
+            code_and_description = ("all-reduce", rank_answer["problem"])
         else:
             continue
-        devices_of.setdefault(problem_key, []).append(device)
-    for (code, what), devices in devices_of.items():
-        slot_text = "" if len(devices) == len(host.devices) else f"slot {', '.join(map(str, devices))}: "
-        yield Finding(code, host.name, slot_text + what)
+        slots_by_problem.setdefault(code_and_description, []).append(slot)
+    for (finding_code, description), slots in slots_by_problem.items():
+        has_all_slots = len(slots) == len(host.devices)
+        slot_text = "" if has_all_slots else f"slot {', '.join(map(str, slots))}: "
+        yield Finding(finding_code, host.name, slot_text + description)
     if "error" in answer:
         yield Finding("all-reduce", host.name, answer["error"])
 
 
 def check_job(
-    host: str, config: dict[str, Any], model: dict[str, Any], memory_gib: float | None
+    host_name: str, launch_config: dict[str, Any], model_facts: dict[str, Any], smallest_gpu_gib: float | None
 ) -> Iterator[Finding]:
     """Check that the strategy suits the model, and that the batch is not larger than the data set.
 
     Args:
-        host: Name of the first host, to which all findings refer.
-        config: Contents of the accelerate config.
-        model: Facts about the script's model.
-        memory_gib: Memory in GiB of the GPU with the least memory, or None if the job has no GPUs.
+        host_name: Name of the first host, to which all findings refer.
+        launch_config: Contents of the accelerate config.
+        model_facts: Facts about the script's model.
+        smallest_gpu_gib: Memory in GiB of the GPU with the least memory, or None if the job has no GPUs.
     """
-    fsdp = config.get("distributed_type") == "FSDP"
-    zero3 = "zero3" in str((config.get("deepspeed_config") or {}).get("deepspeed_config_file"))
-    needed_gib = 16 * model["parameters"] / 2**30  # 4 bytes each for weights, gradients and both Adam moments
-    if (fsdp or zero3) and memory_gib and 0 < needed_gib < memory_gib / 5:
-        strategy = "FSDP" if fsdp else "ZeRO-3"
-        needed = f"{needed_gib:.2f} GiB including the optimizer"
-        what = f"{strategy} shards a model that needs only {needed}, but each GPU has {memory_gib:.0f} GiB"
-        yield Finding("strategy", host, what, False)
-    if model["images"] and model["batch_size"] > model["images"]:
-        images = f"the {model['images']:,} images in {model['data']}"
-        yield Finding("batch", host, f"--batch_size {model['batch_size']} is larger than {images}")
+    is_fsdp = launch_config.get("distributed_type") == "FSDP"
+    deepspeed_answers = launch_config.get("deepspeed_config") or {}
+    is_zero3 = "zero3" in str(deepspeed_answers.get("deepspeed_config_file"))
+    model_gib = PARAMETER_BYTES * model_facts["parameters"] / 2**30
+    fits_easily = smallest_gpu_gib is not None and 0 < model_gib < smallest_gpu_gib / 5
+    if (is_fsdp or is_zero3) and fits_easily:
+        strategy = "FSDP" if is_fsdp else "ZeRO-3"
+        model_text = f"a model that needs only {model_gib:.2f} GiB including the optimizer"
+        description = f"{strategy} shards {model_text}, but each GPU has {smallest_gpu_gib:.0f} GiB"
+        yield Finding("strategy", host_name, description, fails=False)
+    batch_size, image_count = model_facts["batch_size"], model_facts["images"]
+    if image_count and batch_size > image_count:
+        data_text = f"the {image_count:,} images in {model_facts['data']}"
+        yield Finding("batch", host_name, f"--batch_size {batch_size} is larger than {data_text}")

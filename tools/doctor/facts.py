@@ -2,7 +2,7 @@
 
 Each request contains the name of a function in QUESTIONS and its arguments:
 
-    {"request": "connect", "address": "10.0.0.11", "port": 29500}
+    {"request": "connect_to_port", "address": "10.0.0.11", "port": 29500}
     EVENT {"event": "answer", "answer": {"refused": null}}
 """
 
@@ -30,65 +30,68 @@ from onecurve.system.files import sha256_of
 from onecurve.system.gpus import list_gpus, torch_cuda, visible_devices
 from onecurve.system.paths import ROOT
 from onecurve.system.processes import interface_problem, interface_to, listening_process, use_interface
-from tools.launch.hosts import connection_addresses, event_line, requests
+from tools.launch.hosts import connection_addresses, event_line, read_requests
 
-PACKAGES = ("torch", "accelerate", "deepspeed", "timm", "numpy", "safetensors")
-# Number of fp32 elements in the small (4 bytes) and the large (64 MiB) all-reduce
-SMALL_ELEMENTS, LARGE_ELEMENTS = 1, 2**24
-MEASURED_ROUNDS = 5  # number of timed all-reduces per size
+COMPARED_PACKAGES = ("torch", "accelerate", "deepspeed", "timm", "numpy", "safetensors")
+SMALL_ELEMENT_COUNT = 1  # number of fp32 elements in the small all-reduce (4 bytes)
+LARGE_ELEMENT_COUNT = 2**24  # number of fp32 elements in the large all-reduce (64 MiB)
+DIGEST_DIGITS = 12  # number of hexadecimal digits to compare of each SHA-256 digest
+TIMED_ALL_REDUCES = 5  # number of timed all-reduces per size
 
-_listening: list[socket.socket] = []  # listening sockets, which stay open until this process ends
+_listening_sockets: list[socket.socket] = []  # stay open until this process ends
 
 
 def main() -> None:
     """Answer questions until doctor.py ends and closes the input."""
-    for name, question in requests():
+    for question_name, arguments in read_requests():
         try:
-            answer = QUESTIONS[name](**question)
+            answer = QUESTIONS[question_name](**arguments)
         except Exception as error:  # the answer contains the error, because later questions may still succeed
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(event_line("answer", answer=answer), flush=True)
 
 
-def facts(data: str | None) -> dict[str, Any]:
+def describe_host(data_location: str | None) -> dict[str, Any]:
     """Return facts about this host, with sizes in GiB and the clock in seconds since 1970."""
+    shm_folder = Path("/dev/shm")
+    open_file_limit, _hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     return connection_addresses() | {
         "clock": time.time(),
         "hostname": socket.gethostname(),
-        "own_name_is": _resolve_name(socket.gethostname()),
+        "own_name_is": _resolve_host_name(socket.gethostname()),
         "versions": {"python": platform.python_version()}
-        | {name: _package_version(name) for name in PACKAGES},
+        | {package: _package_version(package) for package in COMPARED_PACKAGES},
         "nccl": _nccl_version(),
         "code": code_digests(),
         "devices": list_gpus()._asdict(),
         "torch_cuda": torch_cuda(),
-        "shm_gib": shutil.disk_usage("/dev/shm").free / 2**30 if Path("/dev/shm").is_dir() else 0.0,
-        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        "data": _data_digest(data) if data else None,
+        "shm_gib": shutil.disk_usage(shm_folder).free / 2**30 if shm_folder.is_dir() else 0.0,
+        "open_files": open_file_limit,
+        "data": _data_digest(data_location) if data_location else None,
     }
 
 
-def route(master: str) -> dict[str, Any]:
+def find_route(first_host_address: str) -> dict[str, Any]:
     """Return the network interface on the route to the master, and this host's address on the interface."""
     if problem := interface_problem(os.environ, bool(list_gpus().gpus)):
         raise ValueError(problem)
-    name, address = interface_to(master)
-    return {"interface": name, "address": address}
+    interface, local_address = interface_to(first_host_address)
+    return {"interface": interface, "address": local_address}
 
 
-def listen(port: int) -> dict[str, Any]:
+def listen_on_port(port: int) -> dict[str, Any]:
     """Listen on a port unless another process uses it. Also return a free port number."""
-    with socket.create_server(("", 0)) as probe:
-        free_port = probe.getsockname()[1]
-    taken = None
+    with socket.create_server(("", 0)) as free_socket:
+        _, free_port = free_socket.getsockname()
+    taken_reason = None
     try:
-        _listening.append(socket.create_server(("", port)))
+        _listening_sockets.append(socket.create_server(("", port)))
     except OSError as error:
-        taken = f"{os.strerror(error.errno or 0)}{listening_process(port)}"
-    return {"taken": taken, "free_port": free_port}
+        taken_reason = f"{os.strerror(error.errno or 0)}{listening_process(port)}"
+    return {"taken": taken_reason, "free_port": free_port}
 
 
-def connect(address: str, port: int) -> dict[str, Any]:
+def connect_to_port(address: str, port: int) -> dict[str, Any]:
     try:
         socket.create_connection((address, port), timeout=5).close()
     except OSError as error:
@@ -96,37 +99,38 @@ def connect(address: str, port: int) -> dict[str, Any]:
     return {"refused": None}
 
 
-def writable(folder: str, token: str, leave: bool) -> dict[str, Any]:
+def probe_folder(folder: str, token_name: str, creates_token: bool) -> dict[str, Any]:
     """Test whether a folder is writable, and whether the hosts share the folder.
 
     Args:
         folder: Folder path. If the folder does not exist yet, test the nearest existing parent folder.
-        token: Name of an empty file. Hosts that see this file share the folder.
-        leave: True to create the file.
+        token_name: Name of an empty file. Hosts that see this file share the folder.
+        creates_token: True to create the file.
 
     Returns:
         Keys `folder` (the tested folder's path), `free_gib` (free space), `problem` (None if the folder is
         writable) and `sees` (True if the token exists).
     """
-    path = Path(folder)
-    existing = next(parent for parent in [path, *path.parents] if parent.exists())
-    answer = {"folder": str(existing), "free_gib": shutil.disk_usage(existing).free / 2**30}
+    folder_path = Path(folder)
+    existing_folder = next(parent for parent in [folder_path, *folder_path.parents] if parent.exists())
+    free_gib = shutil.disk_usage(existing_folder).free / 2**30
+    folder_facts = {"folder": str(existing_folder), "free_gib": free_gib}
     try:
-        with tempfile.TemporaryFile(dir=existing) as file:
-            file.write(b"doctor")
-        if leave:
-            (existing / token).touch()
+        with tempfile.TemporaryFile(dir=existing_folder) as probe_file:
+            probe_file.write(b"doctor")
+        if creates_token:
+            (existing_folder / token_name).touch()
     except OSError as error:
-        return answer | {"problem": error.strerror}
-    return answer | {"problem": None, "sees": (existing / token).exists()}
+        return folder_facts | {"problem": error.strerror}
+    return folder_facts | {"problem": None, "sees": (existing_folder / token_name).exists()}
 
 
-def remove_token(file: str) -> dict[str, Any]:
-    Path(file).unlink(missing_ok=True)
+def remove_token(token_file: str) -> dict[str, Any]:
+    Path(token_file).unlink(missing_ok=True)
     return {}
 
 
-def s3(url: str) -> dict[str, Any]:
+def probe_s3(url: str) -> dict[str, Any]:
     """Write, read and delete an S3 object with this host's credentials."""
     from onecurve.system.s3 import ObjectStore
 
@@ -137,66 +141,68 @@ def s3(url: str) -> dict[str, Any]:
     return {"problem": None}
 
 
-def all_reduce(
-    address: str,
+def run_all_reduce(
+    first_host_address: str,
     port: int,
     first_rank: int,
-    processes: int,
-    devices: list[int],
-    gpus: bool,
+    process_count: int,
+    device_indices: list[int],
+    uses_gpus: bool,
     interface: str,
-    deadline_s: float,
+    job_timeout_s: float,
 ) -> dict[str, Any]:
     """Run this host's processes in a test job with one process per device on all hosts.
 
     Args:
-        address: The first host's address.
+        first_host_address: The first host's address.
         port: Rendezvous port on the first host.
         first_rank: Rank of the first process on this host.
-        processes: Total number of processes on all hosts.
-        devices: Indices of this host's devices, numbered as in the hostfile.
-        gpus: True if the processes run on GPUs.
+        process_count: Total number of processes on all hosts.
+        device_indices: Indices of this host's devices, numbered as in the hostfile.
+        uses_gpus: True if the processes run on GPUs.
         interface: Network interface for NCCL and gloo.
-        deadline_s: Timeout in seconds.
+        job_timeout_s: Timeout in seconds.
 
     Returns:
         Key `ranks`, a list with one answer per process. Each answer contains torch's facts about the GPU, and
         either the latency and the bandwidth or a `problem`.
     """
-    env = use_interface(interface) | os.environ | visible_devices(devices)
-    env |= {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
-    children = [
+    env = use_interface(interface) | os.environ | visible_devices(device_indices)
+    env |= {"MASTER_ADDR": first_host_address, "MASTER_PORT": str(port), "WORLD_SIZE": str(process_count)}
+    gpu_flags = ["--gpus"] if uses_gpus else []
+    rank_processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tools.doctor.facts", str(deadline_s), *(["--gpus"] if gpus else [])],
+            [sys.executable, "-m", "tools.doctor.facts", str(job_timeout_s), *gpu_flags],
             env=env | {"RANK": str(first_rank + local_rank), "LOCAL_RANK": str(local_rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,
         )
-        for local_rank in range(len(devices))
+        for local_rank in range(len(device_indices))
     ]
-    end_s = time.monotonic() + deadline_s
+    deadline_s = time.monotonic() + job_timeout_s
 
-    def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+    def wait_for_answer(process: subprocess.Popen[str]) -> dict[str, Any]:
         rank_answer: dict[str, Any] = {"problem": None}
         try:
-            output, errors = process.communicate(timeout=end_s - time.monotonic())
+            output, error_text = process.communicate(timeout=deadline_s - time.monotonic())
         except subprocess.TimeoutExpired:
             process.kill()
-            output, errors = process.communicate()
-            rank_answer["problem"] = f"the process did not respond within {deadline_s:.0f} s"
-        for line in output.splitlines():
-            rank_answer |= json.loads(line)
+            output, error_text = process.communicate()
+            rank_answer["problem"] = f"the process did not respond within {job_timeout_s:.0f} s"
+        for answer_line in output.splitlines():
+            rank_answer |= json.loads(answer_line)
         if process.returncode and not rank_answer["problem"]:
-            rank_answer["problem"] = (errors.strip() or f"exit status {process.returncode}").splitlines()[-1]
+            problem_text = error_text.strip() or f"exit status {process.returncode}"
+            rank_answer["problem"] = problem_text.splitlines()[-1]
         return rank_answer
 
-    with ThreadPoolExecutor(len(children)) as threads:
-        return {"ranks": list(threads.map(answer, children))}
+    with ThreadPoolExecutor(len(rank_processes)) as threads:
+        return {"ranks": list(threads.map(wait_for_answer, rank_processes))}
 
 
-def run_rank(within_s: float, gpu: bool) -> None:
+def run_all_reduce_rank(timeout_s: float, uses_gpu: bool) -> None:
     """Run one all-reduce process, with NCCL on GPUs and gloo on CPUs.
 
     The process prints lines of JSON. On a GPU, the first line contains the architectures for which torch was
@@ -207,50 +213,54 @@ def run_rank(within_s: float, gpu: bool) -> None:
     import torch
     import torch.distributed as dist
 
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
-    if gpu:
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if uses_gpu else torch.device("cpu")
+    if uses_gpu:
         try:
             torch.cuda.init()
             torch.cuda.set_device(device)
         except (RuntimeError, AssertionError) as error:  # a torch build without CUDA raises AssertionError
-            print(json.dumps({"unusable": str(error).splitlines()[0]}), flush=True)
+            first_error_line, *_ = str(error).splitlines()
+            print(json.dumps({"unusable": first_error_line}), flush=True)
             sys.exit(1)
-        built_for, capability = torch.cuda.get_arch_list(), torch.cuda.get_device_capability()
+        architectures, capability = torch.cuda.get_arch_list(), torch.cuda.get_device_capability()
         # Print before the all-reduce, which fails if torch was not built for the GPU.
-        print(json.dumps({"built_for": built_for, "capability": capability}), flush=True)
+        print(json.dumps({"built_for": architectures, "capability": capability}), flush=True)
 
-    def measure_s(tensor: torch.Tensor) -> float:
-        """Return the median duration of MEASURED_ROUNDS all-reduces.
+    def median_all_reduce_s(tensor: torch.Tensor) -> float:
+        """Return the median duration of TIMED_ALL_REDUCES all-reduces.
 
         The first all-reduce opens connections and is ignored.
         """
-        times = []
-        for _ in range(MEASURED_ROUNDS + 1):
-            began = time.perf_counter()
+        durations_s = []
+        for _ in range(TIMED_ALL_REDUCES + 1):
+            start_s = time.perf_counter()
             dist.all_reduce(tensor)
-            if gpu:
+            if uses_gpu:
                 torch.cuda.synchronize()
-            times.append(time.perf_counter() - began)
-        return statistics.median(times[1:])
+            durations_s.append(time.perf_counter() - start_s)
+        _first_duration_s, *timed_durations_s = durations_s
+        return statistics.median(timed_durations_s)
 
-    dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=within_s))
-    latency_s = measure_s(torch.ones(SMALL_ELEMENTS, device=device))
-    gb_per_s = LARGE_ELEMENTS * 4 / 1e9 / measure_s(torch.ones(LARGE_ELEMENTS, device=device))
+    dist.init_process_group("nccl" if uses_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
+    latency_s = median_all_reduce_s(torch.ones(SMALL_ELEMENT_COUNT, device=device))
+    large_tensor = torch.ones(LARGE_ELEMENT_COUNT, device=device)
+    gb_per_s = large_tensor.nbytes / 1e9 / median_all_reduce_s(large_tensor)
     dist.barrier()
-    answer = {"latency_s": latency_s, "gb_per_s": gb_per_s, "backend": dist.get_backend()}
-    print(json.dumps(answer), flush=True)
+    measurement = {"latency_s": latency_s, "gb_per_s": gb_per_s, "backend": dist.get_backend()}
+    print(json.dumps(measurement), flush=True)
     os._exit(0)  # skip destructors, in which gloo's threads sometimes abort (pytorch #179291)
 
 
 def code_digests() -> dict[str, str]:
     """Return the first 12 hex digits of each project file's SHA-256, by path, for files that a job uses."""
-    patterns = ("*.py", "onecurve/**/*.py", "tools/**/*.py", "accelerate_configs/*.yaml", "ds_configs/*.json")
-    files = sorted(file for pattern in patterns for file in ROOT.glob(pattern))
-    return {str(file.relative_to(ROOT)): _digest(file.read_bytes()) for file in files}
+    code_patterns = ["*.py", "onecurve/**/*.py", "tools/**/*.py"]
+    code_patterns += ["accelerate_configs/*.yaml", "ds_configs/*.json"]
+    code_files = sorted(file for pattern in code_patterns for file in ROOT.glob(pattern))
+    return {str(file.relative_to(ROOT)): _short_sha256(file.read_bytes()) for file in code_files}
 
 
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:12]
+def _short_sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:DIGEST_DIGITS]
 
 
 def _data_digest(location: str) -> dict[str, Any]:
@@ -261,48 +271,49 @@ def _data_digest(location: str) -> dict[str, Any]:
     """
     if location.startswith("hub:") or location in ("digits", "cifar10", "synthetic"):
         return {"problem": None}  # no digest, because each host generates or downloads the data
-    answer: dict[str, Any] = {"problem": None}
+    data_facts: dict[str, Any] = {"problem": None}
     try:
         if location.startswith("s3://"):
             from onecurve.data.shards import find_stored_manifest
             from onecurve.system.s3 import ObjectStore
 
-            return answer | {"digest": find_stored_manifest(ObjectStore(location))[0].sha256[:12]}
-        root = Path(location)
-        if root.is_file():  # a table, or a list that may refer to images in any folder
-            return answer | {"digest": sha256_of(root)[:12]}
-        files = sorted(_visible_files(root))
-        if not files:
+            shard_manifest, _ = find_stored_manifest(ObjectStore(location))
+            return data_facts | {"digest": shard_manifest.sha256[:DIGEST_DIGITS]}
+        data_path = Path(location)
+        if data_path.is_file():  # a table, or a list that may refer to images in any folder
+            return data_facts | {"digest": sha256_of(data_path)[:DIGEST_DIGITS]}
+        data_files = sorted(_visible_files(data_path))
+        if not data_files:
             raise ValueError("the --data folder does not exist or is empty")
-        sizes = ((path, path.exists() and path.stat().st_size) for path in files)  # False for a broken link
-        listing = "".join(f"{path.relative_to(root)} {size}\n" for path, size in sizes)
-        answer["digest"] = _digest(listing.encode(errors="surrogateescape"))
-        if (root / "manifest.json").is_file():
+        file_sizes = (file.exists() and file.stat().st_size for file in data_files)  # False for a broken link
+        files_with_sizes = zip(data_files, file_sizes, strict=True)
+        listing = "".join(f"{file.relative_to(data_path)} {size}\n" for file, size in files_with_sizes)
+        data_facts["digest"] = _short_sha256(listing.encode(errors="surrogateescape"))
+        if (data_path / "manifest.json").is_file():
             from onecurve.data.shards import find_local_manifest
 
-            find_local_manifest(root)
+            find_local_manifest(data_path)  # raises ValueError if the manifest is damaged
     except ValueError as error:
-        answer["problem"] = str(error)
-    return answer
+        data_facts["problem"] = str(error)
+    return data_facts
 
 
-def _visible_files(root: Path) -> Iterator[Path]:
+def _visible_files(top_folder: Path) -> Iterator[Path]:
     """Yield the visible files in a folder.
 
     Follow all links except links to a folder that contains the link.
     """
     from onecurve.data.class_folders import is_hidden, is_link_to_parent
 
-    for folder, folders, names in os.walk(root, followlinks=True):
-        yield from (Path(folder) / name for name in names if not is_hidden(name))
-        folders[:] = [
-            name for name in folders if not is_hidden(name) and not is_link_to_parent(Path(folder, name))
-        ]
+    for folder, subfolders, file_names in os.walk(top_folder, followlinks=True):
+        yield from (Path(folder) / name for name in file_names if not is_hidden(name))
+        visible_names = (name for name in subfolders if not is_hidden(name))
+        subfolders[:] = [name for name in visible_names if not is_link_to_parent(Path(folder, name))]
 
 
-def _resolve_name(name: str) -> str | None:
+def _resolve_host_name(host_name: str) -> str | None:
     with suppress(OSError):
-        return socket.gethostbyname(name)
+        return socket.gethostbyname(host_name)
     return None
 
 
@@ -321,12 +332,11 @@ def _nccl_version() -> str | None:
     return None
 
 
-QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
-    function.__name__: function
-    for function in (facts, route, listen, connect, writable, remove_token, s3, all_reduce)
-}
+_ANSWERING_FUNCTIONS: list[Callable[..., dict[str, Any]]] = [describe_host, find_route, listen_on_port]
+_ANSWERING_FUNCTIONS += [connect_to_port, probe_folder, remove_token, probe_s3, run_all_reduce]
+QUESTIONS = {function.__name__: function for function in _ANSWERING_FUNCTIONS}
 
 if __name__ == "__main__":
-    if sys.argv[1:]:  # arguments from all_reduce(), which started this process
-        run_rank(float(sys.argv[1]), "--gpus" in sys.argv[2:])
+    if len(sys.argv) > 1:  # run_all_reduce() started this process
+        run_all_reduce_rank(timeout_s=float(sys.argv[1]), uses_gpu="--gpus" in sys.argv)
     main()

@@ -3,8 +3,8 @@
 launch.py starts an agent on each host, over SSH or locally. The agent first sends an event that describes the
 host, and then accepts the requests `start`, `stop`, `kill` and `beat` (a heartbeat). The agent forwards the
 processes' output and the events that they report (onecurve/system/env.py). If the input ends, or if no
-heartbeat arrives for SILENCE_S, launch.py has ended or the connection is lost. In both cases, the agent stops
-the processes as it does on a `stop` request.
+heartbeat arrives for SILENCE_TIMEOUT_S, launch.py has ended or the connection is lost. In both cases, the
+agent stops the processes as it does on a `stop` request.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,84 +26,86 @@ import psutil
 
 from onecurve.system import processes
 from onecurve.system.env import EVENTS_FILE_VARIABLE, JOB_VARIABLE, PREEMPTED_STATUS, EventReader
-from tools.launch.hosts import connection_addresses, event_line, requests
+from tools.launch.hosts import connection_addresses, event_line, read_requests
 
-BEAT_S = 5  # seconds between heartbeats from launch.py
-ALIVE_S = 2  # seconds between heartbeats from the agent, which reveal a lost host earlier than ssh does
-SILENCE_S = 45  # seconds without a heartbeat after which the agent stops the processes
-FENCE_S = 15  # seconds without a heartbeat after which an elastic job's agent kills the processes
-GRACE_S = 40  # seconds from `stop` to SIGKILL; launchers kill their processes 30 s after SIGTERM
+LAUNCHER_HEARTBEAT_S = 5  # seconds between heartbeats from launch.py
+AGENT_HEARTBEAT_S = 2  # seconds between the agent's heartbeats; they reveal a lost host earlier than ssh does
+SILENCE_TIMEOUT_S = 45  # seconds without a heartbeat after which the agent stops the processes
+FENCE_TIMEOUT_S = 15  # seconds without a heartbeat after which an elastic job's agent kills the processes
+KILL_DELAY_S = 40  # seconds from `stop` to SIGKILL; launchers kill their processes 30 s after SIGTERM
 SUSPENDED = "is suspended by a signal (SIGSTOP or a debugger), and the other ranks waited for this process"
 
-# Queue of requests, with a `signal` entry for each signal that this process receives
-Inbox = queue.SimpleQueue[tuple[str, dict[str, Any]]]
+# Names and arguments of requests, with a `signal` entry for each signal that this process receives
+RequestQueue = queue.SimpleQueue[tuple[str, dict[str, Any]]]
 
-_writing = threading.Lock()  # held by the thread that writes a line to launch.py
+_stdout_lock = threading.Lock()  # held by the thread that writes a line to launch.py
 
 
 def main() -> None:
     processes.adopt_orphans()
-    received: Inbox = queue.SimpleQueue()
+    request_queue: RequestQueue = queue.SimpleQueue()
     for signal_number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(signal_number, lambda *_: received.put(("signal", {})))
-    threading.Thread(target=_receive_requests, args=(received,), daemon=True).start()
+        signal.signal(signal_number, lambda *_: request_queue.put(("signal", {})))
+    threading.Thread(target=_receive_requests, args=(request_queue,), daemon=True).start()
     threading.Thread(target=_send_heartbeats, daemon=True).start()
-    request = "beat"
-    while request == "beat":
+    request_name = "beat"
+    while request_name == "beat":
         try:
-            request, arguments = received.get(timeout=SILENCE_S)
+            request_name, start_request = request_queue.get(timeout=SILENCE_TIMEOUT_S)
         except queue.Empty:
             return
-    if request != "start":
-        sys.exit(request == "signal")  # the host leaves the job before it starts
-    with tempfile.TemporaryDirectory(prefix="launch-", ignore_cleanup_errors=True) as folder:
-        sys.exit(_run_job(arguments, EventReader(Path(folder) / "events"), received))
+    if request_name != "start":
+        sys.exit(request_name == "signal")  # status 1 if a signal makes the host leave before the job starts
+    with tempfile.TemporaryDirectory(prefix="launch-", ignore_cleanup_errors=True) as events_folder:
+        sys.exit(_run_job(start_request, EventReader(Path(events_folder) / "events"), request_queue))
 
 
-def _run_job(arguments: dict[str, Any], events: EventReader, received: Inbox) -> int:
+def _run_job(start_request: dict[str, Any], event_reader: EventReader, request_queue: RequestQueue) -> int:
     """Run the job's processes on this host, and return the launcher's exit status.
 
     Args:
-        arguments: Arguments of the `start` request: job, words, env, first, and master (address and port of
-            the first host, or None in a job on one host).
-        events: Reader of events reported by the processes.
-        received: Queue of later requests and signals.
+        start_request: Arguments of the `start` request: job, command, env, is_first_host, and master (address
+            and port of the first host, or None in a job on one host).
+        event_reader: Reader of events reported by the processes.
+        request_queue: Queue of later requests and signals.
     """
-    is_elastic = bool(arguments["job"])
-    arguments["env"][EVENTS_FILE_VARIABLE] = str(events.file)
+    is_elastic = bool(start_request["job"])
+    start_request["env"][EVENTS_FILE_VARIABLE] = str(event_reader.file)
     if is_elastic:
-        arguments["env"][JOB_VARIABLE] = arguments["job"]
+        start_request["env"][JOB_VARIABLE] = start_request["job"]
     try:
-        launcher = _start_launcher(arguments)
+        launcher = _start_job_launcher(start_request)
     except (ValueError, OSError) as error:
         print(f"error: {error}", flush=True)
         return 1
     assert launcher.stdout
     output_thread = threading.Thread(target=_forward_output, args=(launcher.stdout,), daemon=True)
     output_thread.start()
-    statuses: set[int] = set()  # exit statuses that the processes report
-    exit_status = _wait_for_end(launcher, received, lambda: _send_new_events(events, statuses), is_elastic)
-    output_thread.join(5)
-    _send_new_events(events, statuses)
+    reported_statuses: set[int] = set()  # exit statuses that the processes report
+    send_new_events = partial(_send_new_events, event_reader, reported_statuses)
+    launcher_status = _wait_for_job_end(launcher, request_queue, send_new_events, is_elastic)
+    output_thread.join(timeout=5)
+    send_new_events()
     # Launchers replace most exit statuses of their processes with 1.
-    if exit_status != 0 and PREEMPTED_STATUS in statuses <= {0, PREEMPTED_STATUS}:
+    if launcher_status != 0 and PREEMPTED_STATUS in reported_statuses <= {0, PREEMPTED_STATUS}:
         return PREEMPTED_STATUS
-    return 128 - exit_status if exit_status < 0 else exit_status
+    was_killed = launcher_status < 0
+    return 128 - launcher_status if was_killed else launcher_status
 
 
-def _send_new_events(events: EventReader, statuses: set[int]) -> None:
-    """Send new events to launch.py, and add the processes' reported exit statuses to `statuses`."""
-    for event in events.new():
+def _send_new_events(event_reader: EventReader, reported_statuses: set[int]) -> None:
+    """Send new events to launch.py, and add the processes' reported exit statuses to the set."""
+    for event in event_reader.new():
         if event["event"] == "exit":
-            statuses.add(event["status"])
+            reported_statuses.add(event["status"])
         else:
             _send_line(event_line(**event))
 
 
-def _receive_requests(received: Inbox) -> None:
-    for request in requests():
-        received.put(request)
-    received.put(("stop", {}))
+def _receive_requests(request_queue: RequestQueue) -> None:
+    for name_and_arguments in read_requests():
+        request_queue.put(name_and_arguments)
+    request_queue.put(("stop", {}))  # launch.py has closed the connection
 
 
 def _send_heartbeats() -> None:
@@ -111,28 +114,28 @@ def _send_heartbeats() -> None:
     hostname = socket.gethostname()
     _send_line(event_line("hello", hostname=hostname, has_gpus=has_gpus, **connection_addresses()))
     while True:
-        time.sleep(ALIVE_S)
+        time.sleep(AGENT_HEARTBEAT_S)
         _send_line(event_line("alive"))
 
 
-def _start_launcher(arguments: dict[str, Any]) -> subprocess.Popen[bytes]:
+def _start_job_launcher(start_request: dict[str, Any]) -> subprocess.Popen[bytes]:
     """Start the launcher on this host, usually `accelerate launch`."""
-    if arguments["job"]:
-        _kill_previous_round(arguments["job"])
+    if start_request["job"]:
+        _kill_previous_round(start_request["job"])
     search_path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    env = os.environ | {"PATH": search_path} | arguments["env"]
-    if arguments["master"]:
-        address, port = arguments["master"]
-        interface, local_address = processes.interface_to(address)
+    launcher_env = os.environ | {"PATH": search_path} | start_request["env"]
+    if start_request["master"]:
+        first_host_address, port = start_request["master"]
+        interface, local_address = processes.interface_to(first_host_address)
         if local_address.startswith("127."):
-            problem = f"the first host's address {address} is a loopback address on this host"
+            problem = f"the first host's address {first_host_address} is a loopback address on this host"
             raise ValueError(f"{problem}. Pass --master_addr with an address that all hosts can reach.")
-        env = processes.use_interface(interface) | env
-        if arguments["first"]:
-            _check_port(port)
+        launcher_env = processes.use_interface(interface) | launcher_env
+        if start_request["is_first_host"]:
+            _check_port_is_free(port)
     return subprocess.Popen(
-        arguments["words"],
-        env=env,
+        start_request["command"],
+        env=launcher_env,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -141,78 +144,89 @@ def _start_launcher(arguments: dict[str, Any]) -> subprocess.Popen[bytes]:
     )
 
 
-def _kill_previous_round(job: str) -> None:
+def _kill_previous_round(job_id: str) -> None:
     """Kill the processes from this job's previous round. That round's agent may still be running."""
-    candidates = psutil.process_iter(["environ"])
-    processes.kill([other for other in candidates if (other.info["environ"] or {}).get(JOB_VARIABLE) == job])
+
+    def belongs_to_job(process: psutil.Process) -> bool:
+        return (process.info["environ"] or {}).get(JOB_VARIABLE) == job_id
+
+    processes.kill(list(filter(belongs_to_job, psutil.process_iter(["environ"]))))
 
 
-def _forward_output(output: IO[bytes]) -> None:
+def _forward_output(launcher_output: IO[bytes]) -> None:
     """Forward the output of the job's processes line by line.
 
     If launch.py has ended, drop the output, so that print() does not fail in a process that saves a
     checkpoint.
     """
-    for line in output:
-        _write_bytes(line)
+    for line_bytes in launcher_output:
+        _write_to_stdout(line_bytes)
 
 
-def _check_port(port: int) -> None:
+def _check_port_is_free(port: int) -> None:
     try:
-        socket.create_server(("", port)).close()
+        socket.create_server(("", port)).close()  # raises OSError if another process uses the port
     except OSError as error:
-        reason = f"{os.strerror(error.errno or 0)}{processes.listening_process(port)}"
-        raise ValueError(f"port {port} can't be used: {reason}. Pass a different --port.") from None
+        bind_error = f"{os.strerror(error.errno or 0)}{processes.listening_process(port)}"
+        raise ValueError(f"port {port} can't be used: {bind_error}. Pass a different --port.") from None
 
 
-def _wait_for_end(
-    launcher: subprocess.Popen[bytes], received: Inbox, pass_on_events: Callable[[], None], is_elastic: bool
+def _wait_for_job_end(
+    launcher: subprocess.Popen[bytes],
+    request_queue: RequestQueue,
+    send_new_events: Callable[[], None],
+    is_elastic: bool,
 ) -> int:
     """Wait until the child process and all of its descendants have ended, and return the child's exit status.
 
     This function calls poll() several times per second.
     """
-    last_request_s, is_stopping, kill_at = time.monotonic(), False, None
+    silence_timeout_s = FENCE_TIMEOUT_S if is_elastic else SILENCE_TIMEOUT_S
+    is_stopping = False
+    last_request_s = time.monotonic()
+    kill_at_s: float | None = None  # time.monotonic() at which the processes are killed, or None
     while launcher.poll() is None or processes.running_descendants([launcher.pid]):
-        pass_on_events()
+        send_new_events()
         with contextlib.suppress(queue.Empty):
-            request, _ = received.get(timeout=0.2)
+            request_name, _ = request_queue.get(timeout=0.2)
             last_request_s = time.monotonic()
-            is_stopping = is_stopping or request in ("stop", "signal")
-            if request == "signal":
+            is_stopping = is_stopping or request_name in ("stop", "signal")
+            if request_name == "signal":
                 _send_line(event_line("leaving", why="the agent received a signal"))
-            kill_at = 0.0 if request == "kill" else kill_at
+            if request_name == "kill":
+                kill_at_s = 0.0
         now_s = time.monotonic()
-        silence_s = FENCE_S if is_elastic else SILENCE_S
-        if not is_stopping and now_s - last_request_s > silence_s:
-            is_stopping, kill_at = True, 0.0 if is_elastic else None
-            _send_line(f"stopping: launch.py sent no heartbeat for {silence_s} s")
-        if kill_at is None and (is_stopping or launcher.returncode is not None):
-            _report_suspended_processes()
+        if not is_stopping and now_s - last_request_s > silence_timeout_s:
+            is_stopping = True
+            kill_at_s = 0.0 if is_elastic else None
+            _send_line(f"stopping: launch.py sent no heartbeat for {silence_timeout_s} s")
+        if kill_at_s is None and (is_stopping or launcher.returncode is not None):
+            _send_suspended_processes()
             launcher.send_signal(signal.SIGTERM)
-            kill_at = now_s + GRACE_S
-        if kill_at is not None and now_s > kill_at:
+            kill_at_s = now_s + KILL_DELAY_S
+        if kill_at_s is not None and now_s > kill_at_s:
             launcher.kill()
             processes.kill(processes.running_descendants([launcher.pid]))
     return launcher.returncode
 
 
-def _report_suspended_processes() -> None:
+def _send_suspended_processes() -> None:
     """Report suspended processes, which made the other hosts wait and fail, before the agent kills them."""
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if process.status() == psutil.STATUS_STOPPED:
-                name = f"rank {process.environ()['RANK']}" if "RANK" in process.environ() else process.name()
-                _send_line(f"error: {name}, process {process.pid}, {SUSPENDED}")
+                rank = process.environ().get("RANK")
+                process_name = f"rank {rank}" if rank else process.name()
+                _send_line(f"error: {process_name}, process {process.pid}, {SUSPENDED}")
 
 
-def _send_line(text: str) -> None:
-    _write_bytes(f"{text}\n".encode())
+def _send_line(line: str) -> None:
+    _write_to_stdout(f"{line}\n".encode())
 
 
-def _write_bytes(output: bytes) -> None:
-    with _writing, contextlib.suppress(OSError):
-        os.write(sys.stdout.fileno(), output)
+def _write_to_stdout(line_bytes: bytes) -> None:
+    with _stdout_lock, contextlib.suppress(OSError):
+        os.write(sys.stdout.fileno(), line_bytes)
 
 
 if __name__ == "__main__":

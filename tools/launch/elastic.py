@@ -7,16 +7,16 @@ because it stores the newest checkpoint. If the first host is lost, the other ho
 checkpoints in S3 or in a shared folder. A new host that prevents a round from training a step is temporarily
 excluded.
 
-    _gather: connects to hosts, chooses the round's hosts --- none for WAIT_S, or a signal ---> exit status
-       |                              ^
-       v                              | another round
-    _start: launches on each host     |
-       |                              |
-       v                              |
-    run: waits for the round's end    |    when a host has ended or more hosts are ready, all save and stop
-       |                              |    KILL_S after a host was lost, kills the others, which wait for it
-       v                              |
-    _judge: why the round ended ------+--- finished, a signal, or nothing more to try ---> exit status
+    _gather_round: connects to hosts, chooses the round's hosts --- none for TOO_FEW_HOSTS_TIMEOUT_S,
+       |                                ^                           or a signal ---> exit status
+       v                                | another round
+    _start_round: launches on each host |
+       |                                |
+       v                                |
+    run: waits for the round's end      |  when a host has ended or more hosts are ready, all save and stop
+       |                                |  KILL_DELAY_S after a host was lost, kills the others, which wait
+       v                                |
+    _judge_round: why the round ended --+--- finished, a signal, or nothing more to try ---> exit status
 
 _exclude_faulty_hosts decides which hosts are excluded after a failed round. This method blames new hosts, or
 only the new hosts that the error message names. After a round that did not train, this method also blames the
@@ -34,20 +34,22 @@ from typing import Any
 
 from onecurve.system.env import MOST_HOSTS_VARIABLE, PER_DEVICE_VARIABLE, PREEMPTED_STATUS, ROUND_VARIABLE
 from onecurve.system.text import plural
-from tools.launch.agent import FENCE_S
-from tools.launch.hosts import SSH_FAILED, Host, is_this_host
+from tools.launch.agent import FENCE_TIMEOUT_S
+from tools.launch.hosts import SSH_FAILURE_STATUS, Host, is_this_host
 from tools.launch.job import LaunchPlan, fail, failure_cause
-from tools.launch.launcher import CONNECT_S, HostConnection, Launcher
+from tools.launch.launcher import CONNECT_TIMEOUT_S, HostConnection, Launcher
 
-LOST_S = 12  # seconds without a heartbeat from an agent after which the host is considered lost
-FENCED_S = FENCE_S + 3  # seconds after which a lost host's agent has certainly killed the processes
-KILL_S = 3  # seconds from a loss to killing the other hosts' processes, which wait in a collective
-RETRY_S = 5  # seconds between attempts to connect to a host that does not respond
-SETTLE_S = 3  # seconds to wait for more hosts before a round starts, or before a new host joins
-WAIT_S = 120  # seconds with too few available hosts after which the job ends
-LEAVE_S = 180  # seconds until a host may rejoin after a request to stop, unless the host disconnected
-REFUSED_S, LONGEST_S = 60, 3600  # duration in seconds of a faulty host's first and longest exclusions
-FRUITLESS_ROUNDS = 3  # maximum number of consecutive failed rounds without a new checkpoint
+HOST_LOST_S = 12  # seconds without a heartbeat from an agent after which the host is considered lost
+# Seconds after which a lost host's agent has certainly killed the processes
+FENCED_DELAY_S = FENCE_TIMEOUT_S + 3
+KILL_DELAY_S = 3  # seconds from a loss to killing the other hosts' processes, which wait in a collective
+CONNECT_RETRY_S = 5  # seconds between attempts to connect to a host that does not respond
+MORE_HOSTS_WAIT_S = 3  # seconds to wait for more hosts before a round starts, or before a new host joins
+TOO_FEW_HOSTS_TIMEOUT_S = 120  # seconds with too few available hosts after which the job ends
+REJOIN_DELAY_S = 180  # seconds until a host may rejoin after a request to stop, unless the host disconnected
+FIRST_EXCLUSION_S = 60  # duration in seconds of a faulty host's first exclusion; each exclusion doubles it
+LONGEST_EXCLUSION_S = 3600  # maximum duration in seconds of an exclusion
+MAX_FRUITLESS_ROUNDS = 3  # maximum number of consecutive failed rounds without a new checkpoint
 
 
 class ElasticJob(Launcher):
@@ -73,27 +75,30 @@ class ElasticJob(Launcher):
         super().__init__(self.hosts, log_dir)
         self.plan_for, self.read_hosts = plan_for, read_hosts
         self.min_hosts, self.max_hosts = min_hosts, max_hosts
-        self.name, self.rounds = uuid.uuid4().hex, itertools.count(1)
-        self.most_hosts = min(max_hosts or len(self.hosts), len(self.hosts))
-        self.unreachable: dict[str, str] = {}  # why a host does not respond, by host
-        self.leaves_until: dict[str, float] = {}  # time.monotonic() at which a host may join again, by host
-        self.refusals: dict[str, int] = {}  # number of exclusions since a host last trained, by host
+        self.job_id = uuid.uuid4().hex
+        self.round_numbers = itertools.count(1)
+        # Maximum number of hosts in all rounds; part of the run's name
+        self.run_max_hosts = min(max_hosts or len(self.hosts), len(self.hosts))
+        self.unreachable_reasons: dict[str, str] = {}  # why a host does not respond, by host
+        self.excluded_until: dict[str, float] = {}  # time.monotonic() at which a host may join again, by host
+        self.exclusion_counts: dict[str, int] = {}  # number of exclusions since a host last trained, by host
         self.waiting_reasons: dict[str, str] = {}  # why an available host can't take part in a round, by host
-        self.trained_hosts: set[str] = set()  # names of the hosts that have trained a step
-        self.next_try = 0.0
-        self.mistake = ""  # most recently reported hostfile mistake
+        self.trained_host_names: set[str] = set()  # names of the hosts that have trained a step
+        self.next_connect_at = 0.0  # time.monotonic() of the next attempt to connect to unreachable hosts
+        self.reported_mistake = ""  # most recently reported hostfile mistake
         self.members = []  # connections to this round's hosts, starting with the first host
-        self.stopping = ""  # reason why this round is being stopped, or an empty string
-        self.lost_at: float | None = None  # time.monotonic() when a member was lost
-        self.fenced_at = 0.0  # time.monotonic() until which a lost first host may still write files
-        self.larger_since: float | None = None  # time.monotonic() when a larger round became possible
-        self.leavers: dict[str, str] = {}  # why a host in this round is leaving, by host
-        self.first_name: str | None = None  # first host's name in the last round that trained
-        self.batch: dict[str, int] = {}  # values of the `batch` event: batch_size, per_device
-        self.began: dict[str, Any] = {}  # newest `began` event: step, in_s3, is_shared
-        self.is_training = self.is_finished = False  # states of this round and of the entire training run
-        self.step = 0  # latest step in all rounds
-        self.changed_at: float | None = None  # time.monotonic() when the last change of hosts began
+        self.stop_reason = ""  # reason why this round is being stopped, or an empty string
+        self.member_lost_at: float | None = None  # time.monotonic() when a member was lost
+        self.fenced_until = 0.0  # time.monotonic() until which a lost first host may still write files
+        self.larger_round_since: float | None = None  # time.monotonic() when a larger round became possible
+        self.leaving_reasons: dict[str, str] = {}  # why a host in this round is leaving, by host
+        self.first_host_name: str | None = None  # first host's name in the last round that trained
+        self.batch_event: dict[str, int] = {}  # values of the `batch` event: batch_size, per_device
+        self.began_event: dict[str, Any] = {}  # newest `began` event: step, in_s3, is_shared
+        self.is_training = False  # True once this round has begun to train
+        self.is_finished = False  # True once the entire training run has finished
+        self.latest_step = 0  # latest step in all rounds
+        self.hosts_changed_at: float | None = None  # time.monotonic() when the last change of hosts began
         self.fruitless_rounds = 0  # number of consecutive failed rounds without a new checkpoint
 
     def run(self) -> int:
@@ -102,278 +107,301 @@ class ElasticJob(Launcher):
         Returns:
             0 (finished), 75 (preempted, the same command continues), 1 (failed), or 128 + a signal's number.
         """
-        self.listen()
-        if local := [host.name for host in self.hosts if is_this_host(host.name)]:
-            self.log(f"launch.py runs on {local[0]}, so the job can't continue without this host")
-        needed = f"the job needs at least {plural(self.min_hosts, 'host')} of {len(self.hosts)}"
-        self.log(f"{needed}. Logs are in {self.log_dir}")
+        self.receive_signals_and_send_heartbeats()
+        local_names = (host.name for host in self.hosts if is_this_host(host.name))
+        if local_name := next(local_names, None):
+            self.log(f"launch.py runs on {local_name}, so the job can't continue without this host")
+        minimum_text = f"at least {plural(self.min_hosts, 'host')} of {len(self.hosts)}"
+        self.log(f"the job needs {minimum_text}. Logs are in {self.log_dir}")
         try:
-            while (chosen := self._gather()) is not None:
-                self._start(chosen)
-                while any(member.status is None for member in self.members):
+            while (chosen_members := self._gather_round()) is not None:
+                self._start_round(chosen_members)
+                while any(member.exit_status is None for member in self.members):
                     self.handle_event()
-                    self._connect_missing()
-                    self._look_for_lost_hosts()
-                    self._look_for_more_hosts()
-                if (status := self._judge()) is not None:
-                    return status
+                    self._connect_to_missing_hosts()
+                    self._give_up_lost_hosts()
+                    self._stop_round_for_more_hosts()
+                if (exit_status := self._judge_round()) is not None:
+                    return exit_status
                 self.members = []
-            return self._end_without_hosts()
+            return self._exit_status_without_hosts()
         finally:
             self.close()
 
     # --- Hosts
 
-    def _gather(self) -> list[HostConnection] | None:
+    def _gather_round(self) -> list[HostConnection] | None:
         """Connect to hosts and return the next round's hosts.
 
         Return None after a signal or with too few hosts.
         """
         start_s = time.monotonic()
-        patience_s = SETTLE_S if self.began else CONNECT_S
-        while not self.signals:
-            self._connect_missing()
-            ready, waited_s = self._ready(), time.monotonic() - start_s
-            responding = [host for host in self.hosts if host.name not in self.unreachable]
-            expected_hosts = [host for host in responding if not self._is_excluded(host)]
-            chosen = self._choose(ready) if time.monotonic() > self.fenced_at else None
-            if chosen and (len(ready) >= len(expected_hosts) or waited_s > patience_s):
-                return chosen
-            if not chosen and waited_s > WAIT_S:
+        patience_s = MORE_HOSTS_WAIT_S if self.began_event else CONNECT_TIMEOUT_S
+        while not self.received_signals:
+            self._connect_to_missing_hosts()
+            ready_connections = self._ready_connections()
+            waited_s = time.monotonic() - start_s
+            responding_hosts = [host for host in self.hosts if host.name not in self.unreachable_reasons]
+            expected_hosts = [host for host in responding_hosts if not self._is_excluded(host)]
+            first_host_may_write = time.monotonic() <= self.fenced_until
+            chosen_members = None if first_host_may_write else self._choose_members(ready_connections)
+            if chosen_members and (len(ready_connections) >= len(expected_hosts) or waited_s > patience_s):
+                return chosen_members
+            if not chosen_members and waited_s > TOO_FEW_HOSTS_TIMEOUT_S:
                 return None
-            self._look_for_lost_hosts()
+            self._give_up_lost_hosts()
             self.handle_event()
         return None
 
-    def _connect_missing(self) -> None:
-        """Connect to all hosts without an agent. Retry hosts that did not respond every RETRY_S."""
+    def _connect_to_missing_hosts(self) -> None:
+        """Connect to all hosts without an agent. Retry hosts that did not respond every CONNECT_RETRY_S."""
         now_s = time.monotonic()
-        if is_retry := now_s > self.next_try:
-            self.next_try = now_s + RETRY_S
-            self._read_hosts_again()
+        if may_retry := now_s > self.next_connect_at:
+            self.next_connect_at = now_s + CONNECT_RETRY_S
+            self._update_hosts()
         for host in self.hosts:
-            current = self._connection(host.name)
-            if current and (current.status is None or current in self.members):
+            connection = self._find_connection(host.name)
+            if connection and (connection.exit_status is None or connection in self.members):
                 continue
             # Also connect to hosts that are leaving, because a different machine may soon respond under the
             # same name.
-            if is_retry or host.name not in self.unreachable:
-                if current:
-                    self.connections.remove(current)
+            if may_retry or host.name not in self.unreachable_reasons:
+                if connection:
+                    self.connections.remove(connection)
                 self.connect(host)
 
-    def _read_hosts_again(self) -> None:
+    def _update_hosts(self) -> None:
         try:
-            hosts = self.read_hosts()
-            if hosts != self.hosts:
-                self.plan_for(hosts)  # raises an error if the hosts have different numbers of processes
+            new_hosts = self.read_hosts()
+            if new_hosts != self.hosts:
+                self.plan_for(new_hosts)  # raises an error if the hosts have different numbers of processes
         except (ValueError, OSError) as error:
-            if str(error) != self.mistake:
+            if str(error) != self.reported_mistake:
                 self.log(f"keeping the previous list of hosts: {error}")
-                self.mistake = str(error)
+                self.reported_mistake = str(error)
             return
-        new_names, previous_names = [host.name for host in hosts], [host.name for host in self.hosts]
+        new_names = [host.name for host in new_hosts]
+        previous_names = [host.name for host in self.hosts]
         if added_names := [name for name in new_names if name not in previous_names]:
             self.log(f"new hosts in the hostfile: {', '.join(added_names)}")
-            self.names += [name for name in added_names if name not in self.names]
-        self.hosts = hosts
-        leaves_until = self.leaves_until.items()
-        self.leaves_until = {name: until for name, until in leaves_until if name in new_names}
-        if not self.began:  # `most` is part of the run's name and can't change after the first round
-            self.most_hosts = max(self.most_hosts, min(self.max_hosts or len(hosts), len(hosts)))
+            self.host_names += [name for name in added_names if name not in self.host_names]
+        self.hosts = new_hosts
+        for removed_name in self.excluded_until.keys() - set(new_names):
+            del self.excluded_until[removed_name]
+        if not self.began_event:  # the run's name can't change after the first round
+            round_max_hosts = min(self.max_hosts or len(new_hosts), len(new_hosts))
+            self.run_max_hosts = max(self.run_max_hosts, round_max_hosts)
 
-    def _connection(self, name: str) -> HostConnection | None:
+    def _find_connection(self, name: str) -> HostConnection | None:
         return next((connection for connection in self.connections if connection.host.name == name), None)
 
     def _is_excluded(self, host: Host) -> bool:
-        return time.monotonic() < self.leaves_until.get(host.name, 0)
+        return time.monotonic() < self.excluded_until.get(host.name, 0)
 
-    def _ready(self) -> list[HostConnection]:
-        """Return connections to all hosts that can take part in a round, starting with `self.first_name`."""
+    def _ready_connections(self) -> list[HostConnection]:
+        """Return connections to all hosts that can take part in a round, starting with the first host."""
         allowed_names = [host.name for host in self.hosts if not self._is_excluded(host)]
-        connections = filter(None, map(self._connection, allowed_names))
-        ready = [connection for connection in connections if connection.hello and connection.status is None]
-        return sorted(ready, key=lambda connection: connection.host.name != self.first_name)
+        connections = filter(None, map(self._find_connection, allowed_names))
+        ready_connections = [connection for connection in connections if connection.is_connected]
+        return sorted(ready_connections, key=lambda connection: connection.host.name != self.first_host_name)
 
-    def _choose(self, ready: list[HostConnection]) -> list[HostConnection] | None:
+    def _choose_members(self, ready_connections: list[HostConnection]) -> list[HostConnection] | None:
         """Return connections to the hosts of the largest possible round, or None if no round is possible."""
-        if self._needs_first_host() and not (ready and ready[0].host.name == self.first_name):
+        ready_names = [connection.host.name for connection in ready_connections]
+        if self._needs_first_host() and ready_names[:1] != [self.first_host_name]:
             return None
-        host_counts = range(self.min_hosts, min(len(ready), self.max_hosts or len(ready)) + 1)
-        possible_counts = [count for count in host_counts if self._can_share_batch(count)]
-        return ready[: possible_counts[-1]] if possible_counts else None
+        max_host_count = min(len(ready_connections), self.max_hosts or len(ready_connections))
+        for host_count in range(max_host_count, self.min_hosts - 1, -1):
+            if self._can_divide_batch(host_count):
+                return ready_connections[:host_count]
+        return None
 
     def _needs_first_host(self) -> bool:
         """Return True if only the first host's disk stores the checkpoints."""
-        return bool(self.began) and not (self.began["in_s3"] or self.began["is_shared"])
+        return bool(self.began_event) and not (self.began_event["in_s3"] or self.began_event["is_shared"])
 
-    def _can_share_batch(self, hosts: int) -> bool:
-        if not self.batch:
-            return True
-        processes = hosts * len(self.hosts[0].devices)
-        return self.batch["batch_size"] % (self.batch["per_device"] * processes) == 0
+    def _can_divide_batch(self, host_count: int) -> bool:
+        if not self.batch_event:
+            return True  # the batch size is not known yet
+        process_count = host_count * len(self.hosts[0].devices)
+        return self.batch_event["batch_size"] % (self.batch_event["per_device"] * process_count) == 0
 
-    def _look_for_lost_hosts(self) -> None:
-        now = time.monotonic()
+    def _give_up_lost_hosts(self) -> None:
+        now_s = time.monotonic()
         for connection in self.connections:
-            if connection.status is None and connection.hello and now - connection.received_at > LOST_S:
-                connection.last_lines.append(f"the host sent no heartbeat for {LOST_S} s")
+            if connection.is_connected and now_s - connection.last_line_at > HOST_LOST_S:
+                connection.last_lines.append(f"the host sent no heartbeat for {HOST_LOST_S} s")
                 self.give_up(connection)
-        if self.lost_at and now - self.lost_at > KILL_S:
+        if self.member_lost_at and now_s - self.member_lost_at > KILL_DELAY_S:
             self.request_all("kill", self.members)
 
-    def _look_for_more_hosts(self) -> None:
+    def _stop_round_for_more_hosts(self) -> None:
         """Stop the round once all hosts have saved a checkpoint, if a larger round is possible."""
-        can_stop = self.is_training and not self.stopping and not self.is_finished
-        ready = self._ready() if can_stop else []
-        chosen = self._choose(ready)
-        if not chosen or len(chosen) <= len(self.members):
-            self.larger_since = None
-            idle = [connection for connection in ready if connection not in self.members]
-            self._report_waiting_hosts([connection.host.name for connection in idle])
+        can_stop = self.is_training and not self.stop_reason and not self.is_finished
+        ready_connections = self._ready_connections() if can_stop else []
+        chosen_members = self._choose_members(ready_connections)
+        if not chosen_members or len(chosen_members) <= len(self.members):
+            self.larger_round_since = None
+            self._report_waiting_hosts(self._names_of_new_hosts(ready_connections))
             return
-        self.larger_since = self.larger_since or time.monotonic()
-        if time.monotonic() - self.larger_since > SETTLE_S:
-            joining = [connection.host.name for connection in chosen if connection not in self.members]
-            self._stop_round(f"{', '.join(joining)} {'joins' if len(joining) == 1 else 'join'}")
+        self.larger_round_since = self.larger_round_since or time.monotonic()
+        if time.monotonic() - self.larger_round_since > MORE_HOSTS_WAIT_S:
+            joining_names = self._names_of_new_hosts(chosen_members)
+            verb = "joins" if len(joining_names) == 1 else "join"
+            self._stop_round(f"{', '.join(joining_names)} {verb}")
 
-    def _report_waiting_hosts(self, names: list[str]) -> None:
+    def _names_of_new_hosts(self, connections: list[HostConnection]) -> list[str]:
+        """Return the names of the hosts that do not take part in this round."""
+        return [connection.host.name for connection in connections if connection not in self.members]
+
+    def _report_waiting_hosts(self, waiting_names: list[str]) -> None:
         """Print, once per reason, why available hosts can't take part in a round."""
-        reason = f"--max_hosts {self.max_hosts}"
-        if names and len(self.members) != self.max_hosts:
-            host_count = plural(len(self.members) + len(names), "host")
-            micro_batches = self.batch["batch_size"] // self.batch["per_device"]
-            process_count = plural(len(self.hosts[0].devices), "process")
-            host_group = f"{host_count} with {process_count} each"
-            reason = f"the {micro_batches} micro-batches of a step can't be divided evenly among {host_group}"
-        if newly_waiting := [name for name in names if self.waiting_reasons.get(name) != reason]:
-            self.log(f"{', '.join(newly_waiting)} {'waits' if len(newly_waiting) == 1 else 'wait'}: {reason}")
-        self.waiting_reasons = dict.fromkeys(names, reason)
+        waiting_reason = f"--max_hosts {self.max_hosts}"
+        if waiting_names and len(self.members) != self.max_hosts:
+            hosts_text = plural(len(self.members) + len(waiting_names), "host")
+            processes_text = plural(len(self.hosts[0].devices), "process")
+            micro_batches = self.batch_event["batch_size"] // self.batch_event["per_device"]
+            waiting_reason = f"the {micro_batches} micro-batches of a step can't be divided evenly"
+            waiting_reason += f" among {hosts_text} with {processes_text} each"
+        new_names = [name for name in waiting_names if self.waiting_reasons.get(name) != waiting_reason]
+        if new_names:
+            verb = "waits" if len(new_names) == 1 else "wait"
+            self.log(f"{', '.join(new_names)} {verb}: {waiting_reason}")
+        self.waiting_reasons = dict.fromkeys(waiting_names, waiting_reason)
 
     # --- Rounds
 
-    def _start(self, chosen: list[HostConnection]) -> None:
-        self.members, self.stopping, self.leavers, self.is_training = chosen, "", {}, False
-        self.stopped_at = self.lost_at = self.larger_since = None
-        plan = self.plan_for([member.host for member in chosen])
-        host_names = ", ".join(member.host.name for member in chosen)
-        size = f"{plural(len(chosen), 'host')}, {plural(plan.processes, 'process')}"
-        self.log(f"starting on {size}: {host_names}")
-        env = {MOST_HOSTS_VARIABLE: str(self.most_hosts), ROUND_VARIABLE: str(next(self.rounds))}
-        if self.began:
-            env[PER_DEVICE_VARIABLE] = str(self.batch["per_device"])
-        elif remark := plan.remark(chosen):
-            self.log(remark)
-        plan.start(chosen, self.name, **env)
+    def _start_round(self, chosen_members: list[HostConnection]) -> None:
+        self.members = chosen_members
+        self.stop_reason, self.leaving_reasons, self.is_training = "", {}, False
+        self.stop_requested_at = self.member_lost_at = self.larger_round_since = None
+        plan = self.plan_for([member.host for member in chosen_members])
+        host_names = ", ".join(member.host.name for member in chosen_members)
+        round_size = f"{plural(len(chosen_members), 'host')}, {plural(plan.process_count, 'process')}"
+        self.log(f"starting on {round_size}: {host_names}")
+        round_number = next(self.round_numbers)
+        round_env = {MOST_HOSTS_VARIABLE: str(self.run_max_hosts), ROUND_VARIABLE: str(round_number)}
+        if self.began_event:
+            round_env[PER_DEVICE_VARIABLE] = str(self.batch_event["per_device"])
+        elif cpu_hint := plan.cpu_hint(chosen_members):
+            self.log(cpu_hint)
+        plan.start(chosen_members, self.job_id, **round_env)
 
-    def _stop_round(self, reason: str) -> None:
-        self.stopping = self.stopping or reason
-        self.stopped_at = self.stopped_at or time.monotonic()
-        self.changed_at = self.changed_at or time.monotonic()
+    def _stop_round(self, stop_reason: str) -> None:
+        self.stop_reason = self.stop_reason or stop_reason
+        self.stop_requested_at = self.stop_requested_at or time.monotonic()
+        self.hosts_changed_at = self.hosts_changed_at or time.monotonic()
         self.request_all("stop", self.members)
 
     def on_event(self, connection: HostConnection, event: dict[str, Any]) -> None:
         super().on_event(connection, event)
-        host_name = connection.host.name
-        if event["event"] == "hello" and self.unreachable.pop(host_name, None):
+        host_name, event_name = connection.host.name, event["event"]
+        if event_name == "hello" and self.unreachable_reasons.pop(host_name, None):
             self.log(f"{host_name} responds again")
         if connection not in self.members:
             return
-        if event["event"] == "batch":
-            self.batch = {key: event[key] for key in ("batch_size", "per_device")}
-        elif event["event"] == "began":
-            self._on_begin(event)
-        elif event["event"] == "finished":
+        if event_name == "batch":
+            self.batch_event = {key: event[key] for key in ("batch_size", "per_device")}
+        elif event_name == "began":
+            self._on_training_began(event)
+        elif event_name == "finished":
             self.is_finished = True
-        elif event["event"] == "step":
+        elif event_name == "step":
             self._on_step(event["step"])
-        elif event["event"] == "leaving" and not self.stopping:
-            self.leavers.setdefault(host_name, event["why"])
+        elif event_name == "leaving" and not self.stop_reason:
+            self.leaving_reasons.setdefault(host_name, event["why"])
 
-    def _on_begin(self, event: dict[str, Any]) -> None:
-        first_host = self.members[0].host.name
-        if not self.began and not (event["in_s3"] or event["is_shared"]):
+    def _on_training_began(self, event: dict[str, Any]) -> None:
+        first_host_name = self.members[0].host.name
+        if not self.began_event and not (event["in_s3"] or event["is_shared"]):
             remedy = "To avoid this dependency, pass --s3 or a shared --model_folder"
             reason = "only this host's disk stores the checkpoints"
-            self.log(f"the job can't continue without {first_host}, because {reason}. {remedy}")
-        if event["step"] > self.began.get("step", -1):
+            self.log(f"the job can't continue without {first_host_name}, because {reason}. {remedy}")
+        if event["step"] > self.began_event.get("step", -1):
             self.fruitless_rounds = 0
-        if self.began:
-            repeated_steps = max(0, self.step - event["step"])
+        if self.began_event:
+            repeated_steps = max(0, self.latest_step - event["step"])
             self.log(f"continuing at step {event['step']:,} and repeating {plural(repeated_steps, 'step')}")
-        self.began, self.first_name, self.is_training = event, first_host, True
+        self.began_event, self.first_host_name = event, first_host_name
+        self.is_training = True
 
     def _on_step(self, step: int) -> None:
-        if self.changed_at and not self.stopping and step > self.began["step"]:
-            elapsed_s = time.monotonic() - self.changed_at
+        if self.hosts_changed_at and not self.stop_reason and step > self.began_event["step"]:
+            elapsed_s = time.monotonic() - self.hosts_changed_at
             self.log(f"reached step {step:,} {elapsed_s:.0f} s after the change of hosts")
-            self.changed_at = None
-        if step > self.began["step"]:
-            self.trained_hosts |= (trained_names := {member.host.name for member in self.members})
-            refusals = self.refusals.items()
-            self.refusals = {name: count for name, count in refusals if name not in trained_names}
-        self.step = max(self.step, step)
+            self.hosts_changed_at = None
+        if step > self.began_event["step"]:
+            for member in self.members:
+                self.trained_host_names.add(member.host.name)
+                self.exclusion_counts.pop(member.host.name, None)
+        self.latest_step = max(self.latest_step, step)
 
-    def on_end(self, connection: HostConnection, status: int) -> None:
-        if connection.status is not None:
+    def on_agent_end(self, connection: HostConnection, exit_status: int) -> None:
+        if connection.exit_status is not None:
             return
-        connection.status, host_name = status, connection.host.name
-        if connection.hello is None or status == SSH_FAILED:
-            if host_name not in self.unreachable and not self.signals:
-                self.log(f"{host_name} does not respond: {failure_cause(connection)[1]}")
-            self.unreachable[host_name] = failure_cause(connection)[1]
-            self.leaves_until.pop(host_name, None)  # a different machine may soon respond under the same name
-        if connection not in self.members or status == 0:
+        connection.exit_status = exit_status
+        host_name = connection.host.name
+        if connection.hello_event is None or exit_status == SSH_FAILURE_STATUS:
+            reason = failure_cause(connection).reason
+            if host_name not in self.unreachable_reasons and not self.received_signals:
+                self.log(f"{host_name} does not respond: {reason}")
+            self.unreachable_reasons[host_name] = reason
+            # A different machine may soon respond under the same name.
+            self.excluded_until.pop(host_name, None)
+        if connection not in self.members or exit_status == 0:
             return
-        if status == SSH_FAILED:
-            self.lost_at = self.lost_at or time.monotonic()
+        if exit_status == SSH_FAILURE_STATUS:
+            self.member_lost_at = self.member_lost_at or time.monotonic()
             if connection is self.members[0]:
-                self.fenced_at = time.monotonic() + FENCED_S
+                self.fenced_until = time.monotonic() + FENCED_DELAY_S
         self._stop_round("the processes on a host have ended")
 
-    def on_line(self, connection: HostConnection, line: str) -> None:
-        if connection.hello is None and connection.host.name in self.unreachable:
-            connection.record(line)  # only logged, because an earlier attempt has printed the same line
+    def on_output_line(self, connection: HostConnection, output_line: str) -> None:
+        if connection.hello_event is None and connection.host.name in self.unreachable_reasons:
+            # An earlier attempt to connect has printed the same line.
+            connection.record_line(output_line)
         else:
-            super().on_line(connection, line)
+            super().on_output_line(connection, output_line)
 
     def on_signal(self, signal_number: int) -> None:
-        self.stopping = "launch.py received a signal"
+        self.stop_reason = "launch.py received a signal"
         super().on_signal(signal_number)
 
     # --- End of a round
 
-    def _judge(self) -> int | None:
+    def _judge_round(self) -> int | None:
         """Return the job's exit status after a round, or None if the job continues with a new round."""
-        statuses = [member.status for member in self.members]
+        statuses = [member.exit_status for member in self.members]
         if self.is_finished or not any(statuses):  # a launcher may be stopped after training has finished
             return 0
-        if self.signals:
-            return self.end_preempted() if PREEMPTED_STATUS in statuses else 128 + self.signals[0]
-        lost_names = [member.host.name for member in self.members if member.status == SSH_FAILED]
-        is_saved = PREEMPTED_STATUS in statuses and set(statuses) <= {0, PREEMPTED_STATUS, SSH_FAILED}
-        if is_saved and not lost_names:
-            for host_name, reason in self.leavers.items():
-                self.leaves_until[host_name] = time.monotonic() + LEAVE_S
+        if self.received_signals:
+            return self.end_preempted() if PREEMPTED_STATUS in statuses else 128 + self.received_signals[0]
+        lost_names = [member.host.name for member in self.members if member.exit_status == SSH_FAILURE_STATUS]
+        has_saved = PREEMPTED_STATUS in statuses and set(statuses) <= {0, PREEMPTED_STATUS}
+        if has_saved:
+            for host_name, reason in self.leaving_reasons.items():
+                self.excluded_until[host_name] = time.monotonic() + REJOIN_DELAY_S
                 self.log(f"{host_name} leaves ({reason})")
-            if not self.leavers:
-                self.log(self.stopping)
+            if not self.leaving_reasons:
+                self.log(self.stop_reason)
             return None
-        if not lost_names and not self.trained_hosts and not self.is_training:
+        if not lost_names and not self.trained_host_names and not self.is_training:
             # Before the first training step, only a different number of hosts can prevent the failure.
-            if not self.batch or self._can_share_batch(len(self.members)) or not self._choose(self.members):
-                return fail(self._failure_text())
+            can_divide_batch = self._can_divide_batch(len(self.members))
+            if can_divide_batch or not self._choose_members(self.members):
+                return fail(self._failure_message())
             self.log(f"the batch can't be divided evenly among {plural(len(self.members), 'host')}")
             return None
         if not lost_names and self._exclude_faulty_hosts():
             return None
         if lost_names:
-            self.log(f"{', '.join(lost_names)} lost after step {self.step:,}")
+            self.log(f"{', '.join(lost_names)} lost after step {self.latest_step:,}")
         else:
-            self.log(f"failed after step {self.step:,}: {self._failure_text()}")
+            self.log(f"failed after step {self.latest_step:,}: {self._failure_message()}")
         self.fruitless_rounds += 1
-        if self.fruitless_rounds > FRUITLESS_ROUNDS:
-            return fail(f"{FRUITLESS_ROUNDS} rounds failed without a new checkpoint: {self._failure_text()}")
+        if self.fruitless_rounds > MAX_FRUITLESS_ROUNDS:
+            problem = f"{MAX_FRUITLESS_ROUNDS} rounds failed without a new checkpoint"
+            return fail(f"{problem}: {self._failure_message()}")
         return None
 
     def _exclude_faulty_hosts(self) -> bool:
@@ -384,53 +412,65 @@ class ElasticJob(Launcher):
         Returns:
             True if hosts were excluded. False if no host is faulty, or if too few hosts would remain.
         """
-        if (first_failed := self._first_failure()) is None:
+        if (first_failed := self._find_first_failed()) is None:
             return False
-        rating, cause = failure_cause(first_failed)
-        suspects = [member for member in self.members if member.host.name not in self.trained_hosts]
-        if not suspects and not self.is_training and rating <= 1:
-            suspects = [first_failed]
+        doubt, reason = failure_cause(first_failed)
+        trained_names = self.trained_host_names
+        suspect_members = [member for member in self.members if member.host.name not in trained_names]
+        if not suspect_members and not self.is_training and doubt <= 1:
+            suspect_members = [first_failed]
         # All hosts report a disagreement between hosts, and the message names the host that differs.
-        hostnames = [(suspect, suspect.hello["hostname"]) for suspect in suspects if suspect.hello]
-        named = [suspect for suspect, name in hostnames if re.search(rf"\bhost {name}\b", cause)]
-        faulty = named or ([first_failed] if first_failed in suspects else suspects)
-        if not faulty or not self._choose([member for member in self.members if member not in faulty]):
+        if named_members := [member for member in suspect_members if _names_host(reason, member)]:
+            faulty_members = named_members
+        else:
+            faulty_members = [first_failed] if first_failed in suspect_members else suspect_members
+        remaining_members = [member for member in self.members if member not in faulty_members]
+        if not faulty_members or not self._choose_members(remaining_members):
             return False
-        for name in (member.host.name for member in faulty):
-            wait_s = min(REFUSED_S * 2 ** self.refusals.get(name, 0), LONGEST_S)
-            self.refusals[name] = self.refusals.get(name, 0) + 1
-            self.leaves_until[name] = time.monotonic() + wait_s
-            self.log(f"{name} is excluded for {wait_s} s: {cause}. See the log {first_failed.log_file}")
+        for host_name in (member.host.name for member in faulty_members):
+            exclusion_count = self.exclusion_counts.get(host_name, 0)
+            exclusion_s = min(FIRST_EXCLUSION_S * 2**exclusion_count, LONGEST_EXCLUSION_S)
+            self.exclusion_counts[host_name] = exclusion_count + 1
+            self.excluded_until[host_name] = time.monotonic() + exclusion_s
+            log_reference = f"See the log {first_failed.log_file}"
+            self.log(f"{host_name} is excluded for {exclusion_s} s: {reason}. {log_reference}")
         return True
 
-    def _first_failure(self) -> HostConnection | None:
+    def _find_first_failed(self) -> HostConnection | None:
         """Return the host whose failure explains all other failures.
 
         Prefer a new host if there are several.
         """
-        failed_members = [member for member in self.members if member.status not in (0, PREEMPTED_STATUS)]
+        stopped_statuses = (0, PREEMPTED_STATUS)
+        failed_members = [member for member in self.members if member.exit_status not in stopped_statuses]
 
-        def likelihood(member: HostConnection) -> tuple[int, bool]:
-            return failure_cause(member)[0], member.host.name in self.trained_hosts
+        def doubt_and_has_trained(member: HostConnection) -> tuple[int, bool]:
+            return failure_cause(member).doubt, member.host.name in self.trained_host_names
 
-        return min(failed_members, key=likelihood, default=None)
+        return min(failed_members, key=doubt_and_has_trained, default=None)
 
-    def _failure_text(self) -> str:
-        if (first_failed := self._first_failure()) is None:
+    def _failure_message(self) -> str:
+        if (first_failed := self._find_first_failed()) is None:
             return "all hosts received a request to stop"
-        cause = failure_cause(first_failed)[1]
-        return f"{first_failed.host.name}: {cause}. See the log {first_failed.log_file}"
+        reason = failure_cause(first_failed).reason
+        return f"{first_failed.host.name}: {reason}. See the log {first_failed.log_file}"
 
-    def _end_without_hosts(self) -> int:
-        if self.signals:
-            return self.end_preempted() if self.began else 128 + self.signals[0]
-        available = ", ".join(connection.host.name for connection in self._ready()) or "none"
+    def _exit_status_without_hosts(self) -> int:
+        if self.received_signals:
+            return self.end_preempted() if self.began_event else 128 + self.received_signals[0]
+        available_text = ", ".join(connection.host.name for connection in self._ready_connections()) or "none"
+        problem = "too few hosts responded"
         if self._needs_first_host():
-            problem = f"{self.first_name}, which stores the checkpoints, did not respond within {WAIT_S} s"
-        else:
-            problem = f"too few hosts responded within {WAIT_S} s"
-        message = f"{problem} (available hosts: {available} of {', '.join(self.names)})"
-        if not self.began:
+            problem = f"{self.first_host_name}, which stores the checkpoints, did not respond"
+        hosts_text = f"available hosts: {available_text} of {', '.join(self.host_names)}"
+        message = f"{problem} within {TOO_FEW_HOSTS_TIMEOUT_S} s ({hosts_text})"
+        if not self.began_event:
             return fail(message)
         self.log(message)
         return self.end_preempted()
+
+
+def _names_host(reason: str, member: HostConnection) -> bool:
+    """Return True if the reason for a failure names a member's host."""
+    hostname = member.hello_event["hostname"] if member.hello_event else None
+    return hostname is not None and re.search(rf"\bhost {hostname}\b", reason) is not None

@@ -29,7 +29,7 @@ from typing import Any
 from onecurve.system.paths import ROOT
 from onecurve.system.processes import own_addresses
 
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # valid host name
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Host:
     """Host name for ssh, and the indices of the host's GPUs in the job. Each GPU runs one process."""
 
     name: str
-    devices: tuple[int, ...]
+    devices: tuple[int, ...]  # GPU indices
 
 
 def add_host_flags(parser: argparse.ArgumentParser, hostfile: Path | None = None) -> None:
@@ -48,8 +48,8 @@ def add_host_flags(parser: argparse.ArgumentParser, hostfile: Path | None = None
     add = parser.add_argument
     hostfile_help = "File with one line `NAME slots=N` for each host. Default: hostfile."
     add("--hostfile", type=Path, default=hostfile, metavar="FILE", help=hostfile_help)
-    example = "`worker-1@worker-2:0,2` selects all GPUs on worker-1, and GPUs 0 and 2 on worker-2."
-    include_help = f"Hosts and GPUs to use. {example} Default: all hosts and GPUs."
+    include_example = "`worker-1@worker-2:0,2` selects all GPUs on worker-1, and GPUs 0 and 2 on worker-2."
+    include_help = f"Hosts and GPUs to use. {include_example} Default: all hosts and GPUs."
     add("--include", default="", metavar="HOSTS", help=include_help)
     exclude_help = "Hosts and GPUs to exclude, in the same format as --include."
     add("--exclude", default="", metavar="HOSTS", help=exclude_help)
@@ -60,7 +60,7 @@ def add_host_flags(parser: argparse.ArgumentParser, hostfile: Path | None = None
     add("--master_addr", metavar="ADDRESS", help=address_help)
 
 
-def read_hostfile(path: Path) -> list[Host]:
+def read_hostfile(hostfile: Path) -> list[Host]:
     """Return the hosts in a hostfile.
 
     Raises:
@@ -68,29 +68,31 @@ def read_hostfile(path: Path) -> list[Host]:
             contains the line number.
     """
     try:
-        raw_content = path.read_bytes()
+        hostfile_bytes = hostfile.read_bytes()
     except OSError as error:
-        raise ValueError(f"the hostfile {path} can't be read: {error.strerror}") from None
+        raise ValueError(f"the hostfile {hostfile} can't be read: {error.strerror}") from None
     # Windows editors write UTF-16.
-    is_utf16 = raw_content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    is_utf16 = hostfile_bytes.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     try:
-        text = raw_content.decode("utf-16" if is_utf16 else "utf-8-sig")
+        hostfile_text = hostfile_bytes.decode("utf-16" if is_utf16 else "utf-8-sig")
     except UnicodeDecodeError:
-        text = "\0"
-    if "\0" in text:
-        raise ValueError(f"the hostfile {path} is not UTF-8. Save the file as UTF-8.")
-    line_numbers: dict[str, int] = {}
+        hostfile_text = "\0"  # the next check reports that the hostfile is not UTF-8
+    if "\0" in hostfile_text:
+        raise ValueError(f"the hostfile {hostfile} is not UTF-8. Save the file as UTF-8.")
+    line_number_by_host: dict[str, int] = {}
     hosts = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for line_number, line in enumerate(hostfile_text.splitlines(), start=1):
         if line.strip() and not line.strip().startswith("#"):
-            host = _parse_host(line.strip(), f"{path}, line {number}")
-            if earlier := line_numbers.get(host.name):
-                problem = f"{host.name} already appears in line {earlier}. Remove one of the lines."
-                raise ValueError(f"{path}, line {number}: {problem}")
-            line_numbers[host.name] = number
+            line_location = f"{hostfile}, line {line_number}"
+            host = _parse_host(line.strip(), line_location)
+            if earlier_line := line_number_by_host.get(host.name):
+                problem = f"{host.name} already appears in line {earlier_line}. Remove one of the lines."
+                raise ValueError(f"{line_location}: {problem}")
+            line_number_by_host[host.name] = line_number
             hosts.append(host)
     if not hosts:
-        raise ValueError(f"{path} lists no hosts. Write one host per line, for example `worker-1 slots=4`.")
+        remedy = "Write one host per line, for example `worker-1 slots=4`."
+        raise ValueError(f"{hostfile} lists no hosts. {remedy}")
     return hosts
 
 
@@ -106,31 +108,35 @@ def select_hosts(hosts: list[Host], include: str = "", exclude: str = "") -> lis
     if include and exclude:
         raise ValueError("--include and --exclude can't be combined. Remove one of these flags.")
     flag, filter_text = ("--include", include) if include else ("--exclude", exclude)
-    named_devices = _parse_filter(flag, filter_text, hosts) if filter_text else {}
-    remaining = []
+    filter_indices_by_host = _parse_filter(flag, filter_text, hosts) if filter_text else {}
+    selected_hosts = []
     for host in hosts:
-        named = named_devices.get(host.name, set())
-        if devices := [device for device in host.devices if (device in named) == bool(include)]:
-            remaining.append(Host(host.name, tuple(devices)))
-    if not remaining:
+        filter_indices = filter_indices_by_host.get(host.name, set())
+        is_include = bool(include)
+        selected_indices = [index for index in host.devices if (index in filter_indices) == is_include]
+        if selected_indices:
+            selected_hosts.append(Host(host.name, tuple(selected_indices)))
+    if not selected_hosts:
         raise ValueError(f"{flag} {filter_text} excludes all hosts. Keep at least one host.")
-    return remaining
+    return selected_hosts
 
 
-def _parse_host(line: str, position: str) -> Host:
-    fields = re.fullmatch(r"(\S+)\s+slots=(\d+)", re.sub(r"\s+#.*", "", line))
-    if not fields:
-        raise ValueError(f"{position}: expected `name slots=N`, found `{line}`")
-    name, slots = fields[1], fields[2].lstrip("0")
-    if not NAME.fullmatch(name):
+def _parse_host(host_line: str, line_location: str) -> Host:
+    host_match = re.fullmatch(r"(\S+)\s+slots=(\d+)", re.sub(r"\s+#.*", "", host_line))
+    if not host_match:
+        raise ValueError(f"{line_location}: expected `name slots=N`, found `{host_line}`")
+    host_name, padded_slot_digits = host_match.groups()
+    slot_digits = padded_slot_digits.lstrip("0")
+    if not HOST_NAME.fullmatch(host_name):
         remedy = "Use letters, digits, dots, - and _. Specify a user or a port in ~/.ssh/config."
-        raise ValueError(f"{position}: {name} is not a valid host name. {remedy}")
-    if len(slots) > 3:
+        raise ValueError(f"{line_location}: {host_name} is not a valid host name. {remedy}")
+    if len(slot_digits) > 3:
         remedy = "Set slots to the number of GPUs on the host."
-        raise ValueError(f"{position}: {name} has more than 999 slots. {remedy}")
-    if not slots:
-        raise ValueError(f"{position}: {name} has no slots. Remove the line, or pass --exclude {name}.")
-    return Host(name, tuple(range(int(slots))))
+        raise ValueError(f"{line_location}: {host_name} has more than 999 slots. {remedy}")
+    if not slot_digits:
+        remedy = f"Remove the line, or pass --exclude {host_name}."
+        raise ValueError(f"{line_location}: {host_name} has no slots. {remedy}")
+    return Host(host_name, tuple(range(int(slot_digits))))
 
 
 def _parse_filter(flag: str, filter_text: str, hosts: list[Host]) -> dict[str, set[int]]:
@@ -139,29 +145,31 @@ def _parse_filter(flag: str, filter_text: str, hosts: list[Host]) -> dict[str, s
     If a filter contains a host both with and without device indices, only the indices are selected, as in
     DeepSpeed.
     """
-    devices_by_host = {host.name: host.devices for host in hosts}
-    named_devices: dict[str, set[int]] = {}
-    for entry in filter_text.split("@"):
-        name, colon, devices = entry.partition(":")
-        if name not in devices_by_host:
-            problem = f"the host {name} is not in the hostfile. Choose from {', '.join(devices_by_host)}."
+    devices_by_host = {host.name: set(host.devices) for host in hosts}
+    filter_indices_by_host: dict[str, set[int]] = {}
+    for filter_entry in filter_text.split("@"):
+        host_name, colon, index_text = filter_entry.partition(":")
+        if host_name not in devices_by_host:
+            remedy = f"Choose from {', '.join(devices_by_host)}."
+            raise ValueError(f"{flag} {filter_text}: the host {host_name} is not in the hostfile. {remedy}")
+        if colon and not re.fullmatch(r"\d{1,9}(,\d{1,9})*", index_text):
+            problem = f"expected slot numbers after {host_name}, for example `{host_name}:0,2`"
             raise ValueError(f"{flag} {filter_text}: {problem}")
-        if colon and not re.fullmatch(r"\d{1,9}(,\d{1,9})*", devices):
-            problem = f"expected slot numbers after {name}, for example `{name}:0,2`"
-            raise ValueError(f"{flag} {filter_text}: {problem}")
-        indices = {int(device) for device in devices.split(",")} if colon else set()
-        if unknown_indices := indices - set(devices_by_host[name]):
-            slots = f"The slots on {name} are numbered from 0 to {len(devices_by_host[name]) - 1}."
-            raise ValueError(f"{flag} {filter_text}: {name} has no slot {min(unknown_indices)}. {slots}")
-        named_devices[name] = named_devices.get(name, set()) | indices
-    return {name: indices or set(devices_by_host[name]) for name, indices in named_devices.items()}
+        entry_indices = {int(index) for index in index_text.split(",")} if colon else set()
+        if unknown_indices := entry_indices - devices_by_host[host_name]:
+            last_slot = len(devices_by_host[host_name]) - 1
+            problem = f"{host_name} has no slot {min(unknown_indices)}"
+            valid_slots = f"The slots on {host_name} are numbered from 0 to {last_slot}."
+            raise ValueError(f"{flag} {filter_text}: {problem}. {valid_slots}")
+        filter_indices_by_host.setdefault(host_name, set()).update(entry_indices)
+    return {name: indices or devices_by_host[name] for name, indices in filter_indices_by_host.items()}
 
 
 # With these options, ssh rejects unknown host keys, never prompts, and detects a lost host within 25 s.
-SSH: tuple[str, ...] = ("ssh", "-T", "-x", "-a", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes")
-SSH += ("-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4")
-SSH += ("-o", "ControlMaster=no", "-o", "ControlPath=none")  # a shared connection ignores other options
-SSH_FAILED = 255  # ssh's exit status if ssh itself fails
+SSH_COMMAND = ["ssh", "-T", "-x", "-a", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes"]
+SSH_COMMAND += ["-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4"]
+SSH_COMMAND += ["-o", "ControlMaster=no", "-o", "ControlPath=none"]  # a shared connection ignores options
+SSH_FAILURE_STATUS = 255  # ssh's exit status if ssh itself fails
 EVENT_MARK = "\x1eevent "  # start of an event; a shell may print a window title before the event
 
 
@@ -170,39 +178,39 @@ class Connection:
     """Connection to a module running on a host. Requests and events are sent as lines of JSON."""
 
     host: Host
-    process: subprocess.Popen[str]
-    lock: threading.Lock = field(default_factory=threading.Lock, kw_only=True)  # protects the module's input
+    process: subprocess.Popen[str]  # ssh client, or the module itself if the host is this machine
+    stdin_lock: threading.Lock = field(default_factory=threading.Lock, kw_only=True)
 
-    def request(self, name: str, **arguments: Any) -> None:
+    def request(self, request_name: str, **arguments: Any) -> None:
         """Send a request to the module. Do nothing if the module has ended."""
-        with self.lock, contextlib.suppress(OSError, ValueError):
+        with self.stdin_lock, contextlib.suppress(OSError, ValueError):
             assert self.process.stdin
-            self.process.stdin.write(json.dumps({"request": name} | arguments) + "\n")
+            self.process.stdin.write(json.dumps({"request": request_name} | arguments) + "\n")
 
-    def events(self) -> Iterator[dict[str, Any] | str]:
+    def events_and_lines(self) -> Iterator[dict[str, Any] | str]:
         """Yield the module's events, and all its other output as lines of text, until the module ends."""
         assert self.process.stdout
-        for line in self.process.stdout:
-            text, event_mark, event = line.rstrip("\n").partition(EVENT_MARK)
-            if text or not event_mark:
-                yield text
+        for output_line in self.process.stdout:
+            output_text, event_mark, event_json = output_line.rstrip("\n").partition(EVENT_MARK)
+            if output_text or not event_mark:
+                yield output_text
             with contextlib.suppress(json.JSONDecodeError):  # raised for other or incomplete lines
-                yield json.loads(event)
+                yield json.loads(event_json)
 
 
-def requests() -> Iterator[tuple[str, dict[str, Any]]]:
+def read_requests() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the name and the arguments of each request to this module until the connection ends."""
-    for line in sys.stdin:
+    for request_line in sys.stdin:
         with contextlib.suppress(json.JSONDecodeError):  # raised if the line is truncated
-            request = json.loads(line)
-            yield request.pop("request"), request
+            arguments = json.loads(request_line)
+            yield arguments.pop("request"), arguments
 
 
-def event_line(event: str, **facts: Any) -> str:
-    return EVENT_MARK + json.dumps({"event": event} | facts)
+def event_line(event: str, **event_fields: Any) -> str:
+    return EVENT_MARK + json.dumps({"event": event} | event_fields)
 
 
-def start_on(host: str, module: str) -> subprocess.Popen[str]:
+def start_module_on(host_name: str, module: str) -> subprocess.Popen[str]:
     """Start a module of this project on a host, over SSH unless the host is this machine.
 
     The module runs in a separate session, so that Ctrl-C in this terminal does not interrupt the module.
@@ -210,11 +218,11 @@ def start_on(host: str, module: str) -> subprocess.Popen[str]:
     local_command = [sys.executable, "-m", module]
     remote_command = f"cd {shlex.quote(str(ROOT))} && exec {shlex.join(local_command)}"
     # Remove SSH_CONNECTION, which describes the user's login instead of the connection to the host.
-    env = {name: value for name, value in os.environ.items() if name != "SSH_CONNECTION"}
+    env_without_login = {name: value for name, value in os.environ.items() if name != "SSH_CONNECTION"}
     return subprocess.Popen(
-        local_command if is_this_host(host) else [*SSH, host, remote_command],
+        local_command if is_this_host(host_name) else [*SSH_COMMAND, host_name, remote_command],
         cwd=ROOT,
-        env=env,
+        env=env_without_login,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -225,19 +233,19 @@ def start_on(host: str, module: str) -> subprocess.Popen[str]:
     )
 
 
-def close_and_wait(connections: Sequence[Connection], within_s: float) -> None:
+def close_and_wait(connections: Sequence[Connection], timeout_s: float) -> None:
     """End the modules by closing their inputs.
 
-    Kill all modules that have not ended after within_s seconds.
+    Kill all modules that have not ended after timeout_s seconds.
     """
     for connection in connections:
         with contextlib.suppress(OSError):
             assert connection.process.stdin
             connection.process.stdin.close()
-    end_s = time.monotonic() + within_s
+    deadline_s = time.monotonic() + timeout_s
     for connection in connections:
         try:
-            connection.process.wait(max(0, end_s - time.monotonic()))
+            connection.process.wait(max(0, deadline_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             connection.process.kill()
 
@@ -247,28 +255,32 @@ def connection_addresses() -> dict[str, str | None]:
 
     Both addresses are None without an SSH connection.
     """
-    login = os.environ.get("SSH_CONNECTION", "").split()  # client address and port, server address and port
-    client, server = (login[0], login[2]) if len(login) == 4 else (None, None)
-    return {"reached_at": server, "asked_from": client}
+    client_address, server_address = None, None
+    ssh_connection = os.environ.get("SSH_CONNECTION", "").split()
+    if len(ssh_connection) == 4:
+        client_address, _client_port, server_address, _server_port = ssh_connection
+    return {"reached_at": server_address, "asked_from": client_address}
 
 
-def master_address(ends: Sequence[Mapping[str, str | None]]) -> str:
+def master_address(host_addresses: Sequence[Mapping[str, str | None]]) -> str:
     """Return an address at which all hosts can reach the first host.
 
     ssh connected to the first host at this address. If the first host is this machine, ssh connected to the
     other hosts from this address.
 
     Args:
-        ends: Result of connection_addresses() on each host, starting with the first host.
+        host_addresses: Result of connection_addresses() on each host, starting with the first host.
     """
-    return ends[0]["reached_at"] or next(filter(None, (end["asked_from"] for end in ends)), "localhost")
+    client_addresses = (addresses["asked_from"] for addresses in host_addresses)
+    return host_addresses[0]["reached_at"] or next(filter(None, client_addresses), "localhost")
 
 
-def is_this_host(name: str) -> bool:
+def is_this_host(host_name: str) -> bool:
     """Return True if a host name resolves to an address of this machine, without aliases in ~/.ssh/config."""
     try:
-        addresses = {str(address[4][0]) for address in socket.getaddrinfo(name, None, socket.AF_INET)}
+        socket_addresses = [entry[4] for entry in socket.getaddrinfo(host_name, None, socket.AF_INET)]
     except OSError:
         return False
+    resolved_addresses = {str(address) for address, *_port in socket_addresses}
     local_addresses = own_addresses()
-    return any(address in local_addresses or address.startswith("127.") for address in addresses)
+    return any(address in local_addresses or address.startswith("127.") for address in resolved_addresses)

@@ -7,18 +7,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from onecurve.system.env import PREEMPTED_STATUS, PROCESSES_VARIABLE
 from onecurve.system.paths import ROOT
 from tools.launch.agent import SUSPENDED
-from tools.launch.hosts import SSH_FAILED, Host, master_address
-from tools.launch.launcher import CONNECT_S, HostConnection, Launcher, selected_devices
+from tools.launch.hosts import SSH_FAILURE_STATUS, Host, master_address
+from tools.launch.launcher import CONNECT_TIMEOUT_S, HostConnection, Launcher, device_variables
 
-USE_CPU = "ACCELERATE_USE_CPU"
-SELECTS_CPU = rf"^\s*(from|import) onecurve\b|cpu=True|{USE_CPU}"  # text of scripts that select the CPU
+CPU_VARIABLE = "ACCELERATE_USE_CPU"
+# Text in scripts that select the CPU
+CPU_SCRIPT_PATTERN = rf"^\s*(from|import) onecurve\b|cpu=True|{CPU_VARIABLE}"
 # Start of the lines that ssh prints about a lost connection
 SSH_ERROR = re.compile(r"(Timeout, server|Connection (to|reset|closed)|client_loop|Read from remote|ssh)")
-LAUNCHER_ERRORS = ("subprocess.CalledProcessError", "torch.distributed.elastic.")  # exceptions of launchers
+LAUNCHER_EXCEPTIONS = ("subprocess.CalledProcessError", "torch.distributed.elastic.")  # starts of their names
 
 
 @dataclass(frozen=True)
@@ -26,96 +28,101 @@ class LaunchPlan:
     """Hosts, command and environment variables of one launch."""
 
     hosts: list[Host]
-    launcher: list[str]  # flags for accelerate launch
-    script: list[str]  # script path, and flags for the script
+    launcher_flags: list[str]  # flags for accelerate launch
+    script_command: list[str]  # script path, and flags for the script
     env: dict[str, str]  # environment of each process, sent over stdin to keep secrets out of command lines
     master_addr: str | None  # the first host's address, or None for the address from ssh
     port: int  # rendezvous port on the first host
     log_dir: Path  # folder for one log file per host
 
     @property
-    def processes(self) -> int:
+    def process_count(self) -> int:
         return sum(len(host.devices) for host in self.hosts)
 
-    def words(self, rank: int, master: str) -> list[str]:
+    def launch_command(self, host_rank: int, first_host_address: str) -> list[str]:
         """Return the command that starts the job's processes on one host.
 
         Args:
-            rank: The host's index in the job.
-            master: The first host's address. Ignored in a job on one host.
+            host_rank: The host's index in the job.
+            first_host_address: The first host's address. Ignored in a job on one host.
         """
-        hosts = len(self.hosts)
+        host_count = len(self.hosts)
         # accelerate divides --num_processes by the number of hosts. torchrun's agents add up the process
         # counts of all hosts.
-        flags = f"--num_machines {hosts} --num_processes {hosts * len(self.hosts[rank].devices)}"
-        flags += " --gpu_ids all"  # overrides the config file, because the agent sets CUDA_VISIBLE_DEVICES
-        if hosts > 1:
-            flags += f" --machine_rank {rank} --main_process_ip {master} --main_process_port {self.port}"
-        launcher = [sys.executable, "-m", "accelerate.commands.launch", *self.launcher]
-        return [*launcher, *flags.split(), *self.script]
+        device_count = len(self.hosts[host_rank].devices)
+        flag_text = f"--num_machines {host_count} --num_processes {host_count * device_count}"
+        flag_text += " --gpu_ids all"  # overrides the config file; the agent sets CUDA_VISIBLE_DEVICES
+        if host_count > 1:
+            flag_text += f" --machine_rank {host_rank}"
+            flag_text += f" --main_process_ip {first_host_address} --main_process_port {self.port}"
+        launcher_command = [sys.executable, "-m", "accelerate.commands.launch", *self.launcher_flags]
+        return [*launcher_command, *flag_text.split(), *self.script_command]
 
-    def shares(self, master: str) -> list[str]:
+    def host_descriptions(self, first_host_address: str) -> list[str]:
         """Return a description of each host's ranks and devices.
 
-        With several hosts, the first description contains the master's address.
+        With several hosts, the first description contains the first host's address.
         """
-        descriptions, first_rank = [], 0
+        descriptions: list[str] = []
+        first_rank = 0
         for host in self.hosts:
             device_count = len(host.devices)
             last_rank = first_rank + device_count - 1
-            ranks = f"rank {first_rank}" if device_count == 1 else f"ranks {first_rank}-{last_rank}"
-            address = f"  master {master}:{self.port}" if first_rank == 0 and len(self.hosts) > 1 else ""
-            descriptions.append(f"{ranks}  devices {','.join(map(str, host.devices))}{address}")
+            rank_text = f"rank {first_rank}" if device_count == 1 else f"ranks {first_rank}-{last_rank}"
+            descriptions.append(f"{rank_text}  devices {','.join(map(str, host.devices))}")
             first_rank += device_count
+        if len(self.hosts) > 1:
+            descriptions[0] += f"  master {first_host_address}:{self.port}"
         return descriptions
 
-    def address(self, connections: Sequence[HostConnection]) -> str:
+    def first_host_address(self, connections: Sequence[HostConnection]) -> str:
         """Return the address at which all hosts can reach the first host.
 
         Args:
             connections: Connections to all hosts, after their hello events have arrived.
         """
-        hellos = [connection.hello for connection in connections if connection.hello]
-        return self.master_addr or master_address(hellos)
+        hello_events = [connection.hello_event for connection in connections if connection.hello_event]
+        return self.master_addr or master_address(hello_events)
 
-    def remark(self, connections: Sequence[HostConnection]) -> str | None:
+    def cpu_hint(self, connections: Sequence[HostConnection]) -> str | None:
         """Return a hint about a script whose processes would run as separate jobs, or None.
 
         On hosts without a GPU, Accelerate runs each process as a separate job unless the script or the
         environment selects the CPU. Scripts that import onecurve select the CPU.
         """
-        script_text = (ROOT / self.script[0]).read_text(errors="replace")
-        selects_cpu = re.search(SELECTS_CPU, script_text, re.MULTILINE)
-        has_gpus = any(connection.hello and connection.hello["has_gpus"] for connection in connections)
-        if self.processes == 1 or selects_cpu or has_gpus or USE_CPU in self.env or "--cpu" in self.script:
+        script, *script_flags = self.script_command
+        script_text = (ROOT / script).read_text(errors="replace")
+        selects_cpu = re.search(CPU_SCRIPT_PATTERN, script_text, re.MULTILINE) or CPU_VARIABLE in self.env
+        hello_events = [connection.hello_event for connection in connections]
+        has_gpus = any(event and event["has_gpus"] for event in hello_events)
+        if self.process_count == 1 or selects_cpu or has_gpus or "--cpu" in script_flags:
             return None
+        processes = f"each of the {self.process_count} processes"
         return (
-            f"{self.script[0]} does not import onecurve. On hosts without a GPU, each of the {self.processes}"
-            " processes therefore runs as a separate job. To run one job that trains with DDP over gloo,"
-            f" create Accelerator(cpu=True) in the script, or put {USE_CPU}=true before this command and pass"
-            f" --env {USE_CPU}."
+            f"{script} does not import onecurve."
+            f" On hosts without a GPU, {processes} therefore runs as a separate job."
+            " To run one job that trains with DDP over gloo, create Accelerator(cpu=True) in the script,"
+            f" or put {CPU_VARIABLE}=true before this command and pass --env {CPU_VARIABLE}."
         )
 
-    def start(self, connections: Sequence[HostConnection], job: str = "", **env: str) -> None:
+    def start(self, connections: Sequence[HostConnection], job_id: str = "", **round_env: str) -> None:
         """Start the job's processes on all hosts.
 
         Args:
             connections: Connections to all hosts.
-            job: Name of an elastic job. Each host first kills all processes from earlier rounds of this job.
-            env: Additional environment variables for each process.
+            job_id: ID of an elastic job. Each host first kills all processes from earlier rounds of this job.
+            round_env: Additional environment variables for each process.
         """
-        address = self.address(connections)
-        for rank, connection in enumerate(connections):
+        first_host_address = self.first_host_address(connections)
+        process_env = self.env | {PROCESSES_VARIABLE: str(self.process_count)} | round_env
+        for host_rank, connection in enumerate(connections):
             connection.request(
                 "start",
-                job=job,
-                words=self.words(rank, address),
-                env=selected_devices(connection.host)
-                | self.env
-                | {PROCESSES_VARIABLE: str(self.processes)}
-                | env,
-                master=(address, self.port) if len(connections) > 1 else None,
-                first=rank == 0,
+                job=job_id,
+                command=self.launch_command(host_rank, first_host_address),
+                env=device_variables(connection.host) | process_env,
+                master=(first_host_address, self.port) if len(connections) > 1 else None,
+                is_first_host=host_rank == 0,
             )
 
 
@@ -125,7 +132,7 @@ class JobRunner(Launcher):
     def __init__(self, plan: LaunchPlan):
         super().__init__(plan.hosts, plan.log_dir)
         self.plan = plan
-        self.failed: list[HostConnection] = []  # connections to failed hosts, in order of failure
+        self.failed_connections: list[HostConnection] = []  # connections to failed hosts, in order of failure
 
     def run(self, dry_run: bool) -> int:
         """Run the job and return its exit status.
@@ -137,79 +144,89 @@ class JobRunner(Launcher):
             0 (finished), 75 (preempted, the same command continues), 1 (failed), or 128 + a signal's number.
         """
         if dry_run:
-            self._show_commands()
+            self._print_commands()
             return 0
-        began = time.monotonic()
-        self.listen()
+        start_s = time.monotonic()
+        self.receive_signals_and_send_heartbeats()
         for host in self.plan.hosts:
             self.connect(host)
         try:
             if self._wait_for_agents():
-                self._show_hosts(self.plan.address(self.connections))
-                if remark := self.plan.remark(self.connections):
-                    self.log(remark)
+                self._print_hosts(self.plan.first_host_address(self.connections))
+                if cpu_hint := self.plan.cpu_hint(self.connections):
+                    self.log(cpu_hint)
                 self.plan.start(self.connections)
-                elapsed_s = time.monotonic() - began
+                elapsed_s = time.monotonic() - start_s
                 self.log(f"started the job after {elapsed_s:.2f} s. Logs are in {self.log_dir}")
-                while any(connection.status is None for connection in self.connections):
+                while any(connection.exit_status is None for connection in self.connections):
                     self.handle_event()
-            return self._exit_status()
+            return self._job_exit_status()
         finally:
             self.close()
 
-    def on_end(self, connection: HostConnection, status: int) -> None:
-        if connection.status is not None:
+    def on_agent_end(self, connection: HostConnection, exit_status: int) -> None:
+        if connection.exit_status is not None:
             return
-        connection.status = status
-        if status != 0:
-            self.failed.append(connection)
+        connection.exit_status = exit_status
+        if exit_status != 0:
+            self.failed_connections.append(connection)
             self.stop_all()
 
     def _wait_for_agents(self) -> bool:
         """Wait until all hosts have responded. Return False after a timeout or a signal."""
-        end_s = time.monotonic() + CONNECT_S
-        while silent_hosts := [connection for connection in self.connections if connection.hello is None]:
-            if time.monotonic() > end_s:
-                silent_hosts[0].last_lines.append(f"the host did not respond within {CONNECT_S} s")
-                self.failed.append(silent_hosts[0])
-            if self.failed or self.signals:
+        deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
+        while silent_connections := self.silent_connections():
+            if time.monotonic() > deadline_s:
+                first_silent, *_ = silent_connections
+                first_silent.last_lines.append(f"the host did not respond within {CONNECT_TIMEOUT_S} s")
+                self.failed_connections.append(first_silent)
+            if self.failed_connections or self.received_signals:
                 return False
             self.handle_event()
         return True
 
-    def _show_hosts(self, address: str) -> None:
+    def _print_hosts(self, first_host_address: str) -> None:
         """Print each host's name, SSH address and ranks."""
-        shares = self.plan.shares(address)
-        for rank, (connection, share) in enumerate(zip(self.connections, shares, strict=True)):
-            assert connection.hello
-            host_address = connection.hello["reached_at"] or (address if rank == 0 else "this host")
-            self.log(f"{self.label(connection)}  {host_address}  {share}")
+        default_address = first_host_address  # for a host without an SSH address, which is this machine
+        descriptions = self.plan.host_descriptions(first_host_address)
+        for connection, description in zip(self.connections, descriptions, strict=True):
+            assert connection.hello_event
+            ssh_address = connection.hello_event["reached_at"]
+            self.log(f"{self.padded_label(connection)}  {ssh_address or default_address}  {description}")
+            default_address = "this host"
 
-    def _show_commands(self) -> None:
+    def _print_commands(self) -> None:
         """Print the command for each host, without connecting to the hosts."""
-        hosts, address = self.plan.hosts, self.plan.master_addr or self.plan.hosts[0].name
+        hosts = self.plan.hosts
+        first_host_address = self.plan.master_addr or hosts[0].name
         if len(hosts) > 1 and not self.plan.master_addr:
             remedy = "To use a different address, pass --master_addr ADDRESS."
-            self.log(f"All hosts must be able to reach the first host as {address}. {remedy}")
-        for rank, (host, share) in enumerate(zip(hosts, self.plan.shares(address), strict=True)):
-            self.log(f"{host.name}  {share}")
-            variables = [f"{name}={value}" for name, value in selected_devices(host).items()]
-            self.log(f"    {shlex.join([*variables, *self.plan.words(rank, address)])}")
-        if remark := self.plan.remark(self.connections):
-            self.log(remark)
+            self.log(f"All hosts must be able to reach the first host as {first_host_address}. {remedy}")
+        descriptions = self.plan.host_descriptions(first_host_address)
+        for host_rank, (host, description) in enumerate(zip(hosts, descriptions, strict=True)):
+            self.log(f"{host.name}  {description}")
+            device_assignments = [f"{name}={value}" for name, value in device_variables(host).items()]
+            launch_command = self.plan.launch_command(host_rank, first_host_address)
+            self.log(f"    {shlex.join([*device_assignments, *launch_command])}")
+        if cpu_hint := self.plan.cpu_hint(self.connections):
+            self.log(cpu_hint)
 
-    def _exit_status(self) -> int:
-        if not self.failed and all(connection.status == 0 for connection in self.connections):
+    def _job_exit_status(self) -> int:
+        statuses = {connection.exit_status for connection in self.connections}
+        if not self.failed_connections and statuses <= {0}:
             return 0
-        preempted = [connection for connection in self.failed if connection.status == PREEMPTED_STATUS]
-        if preempted and (self.signals or self.failed[0] in preempted):  # hosts that fail later were stopped
+        failed_statuses = [connection.exit_status for connection in self.failed_connections]
+        # Hosts that fail after the first failed host were stopped.
+        decisive_statuses = failed_statuses if self.received_signals else failed_statuses[:1]
+        if PREEMPTED_STATUS in decisive_statuses:
             return self.end_preempted()
-        if self.signals:
-            return 128 + self.signals[0]
-        first_failed = min(self.failed, key=lambda connection: failure_cause(connection)[0])
-        others = "All other hosts were stopped. " if len(self.connections) > 1 and first_failed.hello else ""
-        cause = failure_cause(first_failed)[1]
-        return fail(f"{first_failed.host.name}: {cause}. {others}See the log {first_failed.log_file}")
+        if self.received_signals:
+            return 128 + self.received_signals[0]
+        first_failed = min(self.failed_connections, key=lambda connection: failure_cause(connection).doubt)
+        has_stopped_others = len(self.connections) > 1 and first_failed.hello_event
+        consequence = "All other hosts were stopped. " if has_stopped_others else ""
+        reason = failure_cause(first_failed).reason
+        return fail(f"{first_failed.host.name}: {reason}. {consequence}See the log {first_failed.log_file}")
 
 
 def fail(message: str) -> int:
@@ -217,44 +234,49 @@ def fail(message: str) -> int:
     return 1
 
 
-def failure_cause(connection: HostConnection) -> tuple[int, str]:
-    """Return the reason for a host's failure, and the likelihood that a different host caused the failure.
+class FailureCause(NamedTuple):
+    """Reason for a host's failure, and the likelihood that a different host caused the failure."""
+
+    doubt: int  # from 0 (this host's failure is the cause) to 5 (most likely a consequence)
+    reason: str
+
+
+def failure_cause(connection: HostConnection) -> FailureCause:
+    """Return the reason for a host's failure.
 
     Processes that import onecurve report the reason for a failure. Without a report, this function guesses
     the reason from the host's output.
-
-    Returns:
-        Number from 0 (the failure of this host is the cause) to 5 (the failure is most likely a consequence),
-        and the reason.
     """
-    lines = connection.last_lines
-    texts = (line for line in reversed(lines) if line.strip("=- "))  # skips empty lines and rulers
-    last_line = next(texts, f"exit status {connection.status}")
-    if connection.hello is None:
-        ssh = f"`ssh {connection.host.name}` must work without a prompt"
-        return 0, f"{last_line} ({ssh}, and {ROOT} must contain the project)"
-    if connection.status == SSH_FAILED:
+    lines_with_text = (line for line in reversed(connection.last_lines) if line.strip("=- "))  # not rulers
+    last_line = next(lines_with_text, f"exit status {connection.exit_status}")
+    if connection.hello_event is None:
+        ssh_remedy = f"`ssh {connection.host.name}` must work without a prompt"
+        return FailureCause(0, f"{last_line} ({ssh_remedy}, and {ROOT} must contain the project)")
+    if connection.exit_status == SSH_FAILURE_STATUS:
         if SSH_ERROR.match(last_line):
-            return 0, f"the ssh connection was lost ({last_line})"
-        return 0, "the agent was killed, or the ssh connection was lost"  # ssh prints the same for both
-    if (connection.status or 0) < 0:  # only an agent without ssh, on this machine, has a negative status
-        return 0, f"the agent was killed by signal {-(connection.status or 0)}"
-    output = "\n".join(lines)
-    if suspended := re.search(rf"^error: (.* {re.escape(SUSPENDED)})$", output, re.MULTILINE):
-        return 1, suspended[1]
+            return FailureCause(0, f"the ssh connection was lost ({last_line})")
+        # ssh prints the same for both reasons.
+        return FailureCause(0, "the agent was killed, or the ssh connection was lost")
+    agent_status = connection.exit_status or 0
+    if agent_status < 0:  # only an agent without ssh, on this machine, has a negative status
+        return FailureCause(0, f"the agent was killed by signal {-agent_status}")
+    output = "\n".join(connection.last_lines)
+    if suspended_match := re.search(rf"^error: (.* {re.escape(SUSPENDED)})$", output, re.MULTILINE):
+        return FailureCause(1, suspended_match[1])
     # torchrun reports exit codes. Ignore signal 15 (SIGTERM), with which torchrun ends the other processes,
     # and NCCL's signal 6 (SIGABRT).
-    if kill_report := re.search(r"exitcode *: *-(?!15\b|6\b)(\d+)", output):
-        return 1, f"a process of the job was killed by signal {kill_report[1]}"
-    if connection.failure:
-        return 2, connection.failure
+    if kill_match := re.search(r"exitcode *: *-(?!15\b|6\b)(\d+)", output):
+        return FailureCause(1, f"a process of the job was killed by signal {kill_match[1]}")
+    if connection.failure_message:
+        return FailureCause(2, connection.failure_message)
     if error_messages := re.findall(r"^(?:\S+: )?error: (.*)", output, re.MULTILINE):
-        return 3, error_messages[0]
+        return FailureCause(3, error_messages[0])
     exceptions = re.findall(r"^(?:\[\w+\]: ?)?(\w[\w.]*(?:Error|Exception): .*)", output, re.MULTILINE)
-    if exceptions := [line for line in exceptions if not line.startswith(LAUNCHER_ERRORS)]:
-        return 4, exceptions[-1]
+    if script_exceptions := [line for line in exceptions if not line.startswith(LAUNCHER_EXCEPTIONS)]:
+        return FailureCause(4, script_exceptions[-1])
     # The line before torchrun's report is the message that the script passed to sys.exit().
     torchrun_report = re.search(r"^(.*)\nE\d{4} .* failed (\(exitcode: \d+\))", output, re.MULTILINE)
     if torchrun_report:
-        return 4, f"{torchrun_report[1]} {torchrun_report[2]}"
-    return 5, last_line
+        exit_message, exit_code_text = torchrun_report.groups()
+        return FailureCause(4, f"{exit_message} {exit_code_text}")
+    return FailureCause(5, last_line)

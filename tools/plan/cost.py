@@ -17,7 +17,7 @@ device. Communication has not been measured on GPUs yet.
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from onecurve.telemetry.flops import Device
 
@@ -25,11 +25,11 @@ REACHED_FLOPS = 0.66  # fraction of peak FLOP/s in large bf16 matmuls; measured:
 REACHED_BANDWIDTH = 0.9  # fraction of the memory bandwidth in copies; measured: 4.2 of 4.8 TB/s
 BACKWARD_SHARE = 2 / 3  # fraction of the computation in the backward pass, which overlaps with communication
 CONTEXT_BYTES = int(0.5 * 2**30)  # memory outside torch's allocator, for the CUDA context and libraries
-QUANTUM = 8  # the number of images per forward pass is a multiple of this number
+IMAGE_QUANTUM = 8  # the number of images per forward pass is a multiple of this number
 RING_FACTORS = {"all_reduce": 2.0}  # bytes sent as a multiple of (n-1)/n; 1 for all other collectives
 LARGE_EXPOSED_SHARE = 0.1  # fraction of the computation above which exposed communication limits the speed
-COMPUTE, MEMORY, LAUNCHES = "compute", "memory traffic", "launch overhead"
-LINK, NETWORK = "link", "network"
+COMPUTE, MEMORY, LAUNCHES = "compute", "memory traffic", "launch overhead"  # bottlenecks of computation
+LINK, NETWORK = "link", "network"  # bottlenecks of communication
 
 Kernel = tuple[str, int, int]  # output dtype, number of FLOPs, number of bytes read and written
 Collective = tuple[str, int, int]  # name, number of bytes, number of ranks
@@ -49,62 +49,65 @@ class Trace:
     gradients: int = 0  # bytes of all gradients after the backward pass, or 0 under ZeRO, which uses buckets
 
     @classmethod
-    def from_json(cls, text: str) -> "Trace":
-        fields = json.loads(text)
-        fields["peaks"] = {int(size): peak for size, peak in fields["peaks"].items()}
-        return cls(**fields)
+    def from_json(cls, json_text: str) -> "Trace":
+        trace_fields = json.loads(json_text)
+        trace_fields["peaks"] = {int(size): peak_bytes for size, peak_bytes in trace_fields["peaks"].items()}
+        return cls(**trace_fields)
 
 
 @dataclass(frozen=True)
 class Cluster:
     """Cluster of hosts with the same number of identical devices."""
 
-    hosts: int
-    gpus: int  # number of devices per host
+    host_count: int
+    gpus_per_host: int
     device: Device
     network_gb_s: float  # bandwidth of a host in one direction, in 10^9 bytes/s
 
     @property
-    def processes(self) -> int:
-        return self.hosts * self.gpus
+    def process_count(self) -> int:
+        return self.host_count * self.gpus_per_host
 
 
 @dataclass(frozen=True)
 class Execution:
     """Measured constants for an execution mode of steps, for example compiled or as a CUDA graph."""
 
-    reached: float  # fraction of the roofline limits that all kernels together reach
-    forward_s: float  # host time of a forward and backward pass, not including operation_s
-    operation_s: float  # host time per traced operation, even if compilation fuses operations
+    reached_share: float  # fraction of the roofline limits that all kernels together reach
+    pass_host_s: float  # host time of a forward and backward pass, not including operation_host_s
+    operation_host_s: float  # host time per traced operation, even if compilation fuses operations
 
     @classmethod
-    def of(cls, compilation: str | None, is_graph: bool) -> "Execution":
+    def of(cls, compilation: str | None, uses_cuda_graph: bool) -> "Execution":
         """Return the constants for a --compile value, with or without a CUDA graph."""
-        execution = cls(0.65, 2e-3, 16e-6) if compilation in (None, "no") else cls(0.82, 2e-3, 18e-6)
-        return replace(execution, forward_s=1.1e-3, operation_s=0.0) if is_graph else execution
+        is_eager = compilation in (None, "no")
+        reached_share, operation_host_s = (0.65, 16e-6) if is_eager else (0.82, 18e-6)
+        if uses_cuda_graph:
+            return cls(reached_share, pass_host_s=1.1e-3, operation_host_s=0.0)
+        return cls(reached_share, pass_host_s=2e-3, operation_host_s=operation_host_s)
 
 
 def largest_size(peaks: dict[int, dict[str, int]], memory_bytes: float) -> int:
     """Estimate how many images per forward pass fit into memory, from the last two traced sizes.
 
-    The result is 0 if QUANTUM images do not fit, and 64 times the larger size if memory does not grow with
-    the size.
+    The result is 0 if IMAGE_QUANTUM images do not fit, and 64 times the larger size if memory does not grow
+    with the size.
     """
-    totals = [(size, peak["Total"]) for size, peak in peaks.items()]
-    (smaller, smaller_bytes), (larger, larger_bytes) = totals[-2:]
-    free_bytes = memory_bytes - CONTEXT_BYTES - larger_bytes
-    image_bytes = (larger_bytes - smaller_bytes) / (larger - smaller)
-    if image_bytes > 0:
-        more_images = free_bytes / image_bytes
+    smaller_size, larger_size = list(peaks)[-2:]
+    smaller_size_bytes, larger_size_bytes = peaks[smaller_size]["Total"], peaks[larger_size]["Total"]
+    free_bytes = memory_bytes - CONTEXT_BYTES - larger_size_bytes
+    bytes_per_image = (larger_size_bytes - smaller_size_bytes) / (larger_size - smaller_size)
+    if bytes_per_image > 0:
+        more_images = free_bytes / bytes_per_image
     elif free_bytes > 0:
-        more_images = 63 * larger
+        more_images = 63 * larger_size
     else:
-        more_images = -larger
-    return max(0, math.floor((larger + more_images) / QUANTUM) * QUANTUM)
+        more_images = -larger_size
+    return max(0, math.floor((larger_size + more_images) / IMAGE_QUANTUM) * IMAGE_QUANTUM)
 
 
 def step_time(
-    trace: Trace, cluster: Cluster, execution: Execution, least_launches: int = 0, accumulations: int = 1
+    trace: Trace, cluster: Cluster, execution: Execution, min_launches: int = 0, accumulations: int = 1
 ) -> tuple[float, str]:
     """Return an optimizer step's duration in seconds, and the name of the bottleneck.
 
@@ -112,24 +115,24 @@ def step_time(
         trace: Trace of an optimizer step with one micro-batch.
         cluster: Cluster that runs the step.
         execution: Constants for the step's execution mode.
-        least_launches: Minimum number of operations per forward pass.
+        min_launches: Minimum number of operations per forward pass.
         accumulations: Number of micro-batches per optimizer step.
     """
-    kernel_times = _kernel_times(trace, cluster.device)
-    kernels_s = sum(kernel_times.values()) / execution.reached
-    host_s = execution.forward_s + max(least_launches, len(trace.operations)) * execution.operation_s
-    computing_s = accumulations * max(kernels_s, host_s)
-    limit = LAUNCHES if host_s > kernels_s else max(kernel_times, key=lambda name: kernel_times[name])
-    link, network = traffic(trace, cluster, accumulations)
+    kernel_seconds = _kernel_seconds(trace, cluster.device)
+    device_s = sum(kernel_seconds.values()) / execution.reached_share
+    host_s = execution.pass_host_s + max(min_launches, len(trace.operations)) * execution.operation_host_s
+    computation_s = accumulations * max(device_s, host_s)
+    bottleneck = LAUNCHES if host_s > device_s else max(kernel_seconds, key=kernel_seconds.__getitem__)
+    link_bytes, network_bytes = traffic(trace, cluster, accumulations)
     # Divide the link bandwidth by 2, because data sheets state the sum for both directions.
-    times = {
-        LINK: link / (cluster.device.link_gb_s / 2 * 1e9),
-        NETWORK: network / (cluster.network_gb_s * 1e9),
+    transfer_seconds = {
+        LINK: link_bytes / (cluster.device.link_gb_s / 2 * 1e9),
+        NETWORK: network_bytes / (cluster.network_gb_s * 1e9),
     }
-    exposed_s = max(0.0, max(times.values()) - BACKWARD_SHARE * computing_s)
-    if exposed_s > LARGE_EXPOSED_SHARE * computing_s:
-        limit = max(times, key=lambda name: times[name])
-    return computing_s + exposed_s, limit
+    exposed_s = max(0.0, max(transfer_seconds.values()) - BACKWARD_SHARE * computation_s)
+    if exposed_s > LARGE_EXPOSED_SHARE * computation_s:
+        bottleneck = max(transfer_seconds, key=transfer_seconds.__getitem__)
+    return computation_s + exposed_s, bottleneck
 
 
 def collectives_of_step(trace: Trace, accumulations: int = 1) -> Iterator[Collective]:
@@ -139,35 +142,44 @@ def collectives_of_step(trace: Trace, accumulations: int = 1) -> Iterator[Collec
     scatters gradients, and ZeRO-2 gathers weights. All other collectives run for each micro-batch.
     """
     for collective in trace.collectives:
-        name = collective[0]
-        once = {"fsdp": name != "all_gather", "zero2": name == "all_gather"}
-        is_once = once.get(trace.strategy, trace.strategy in ("ddp", "zero1"))
-        yield from [collective] * (1 if is_once else accumulations)
+        collective_name, *_ = collective
+        if trace.strategy == "fsdp":
+            runs_once = collective_name != "all_gather"
+        elif trace.strategy == "zero2":
+            runs_once = collective_name == "all_gather"
+        else:
+            runs_once = trace.strategy in ("ddp", "zero1")
+        yield from [collective] * (1 if runs_once else accumulations)
 
 
-def _kernel_times(trace: Trace, device: Device) -> dict[str, float]:
+def _kernel_seconds(trace: Trace, device: Device) -> dict[str, float]:
     """Return the total seconds of the compute-bound kernels and of the memory-bound kernels."""
-    peaks = {"bfloat16": device.peaks.get("bf16"), "float16": device.peaks.get("fp16")}
-    fp32_peak = device.peaks.get("tf32", device.peaks["fp32"])
-    times = {COMPUTE: 0.0, MEMORY: 0.0}
-    for dtype, flops, moved in trace.operations:
-        computing_s = flops / ((peaks.get(dtype) or fp32_peak) * 1e12 * REACHED_FLOPS)
-        moving_s = moved / (device.memory_gb_s * 1e9 * REACHED_BANDWIDTH)
-        times[COMPUTE if computing_s > moving_s else MEMORY] += max(computing_s, moving_s)
-    return times
+    peak_tflops_by_dtype = {"bfloat16": device.peaks.get("bf16"), "float16": device.peaks.get("fp16")}
+    fp32_peak_tflops = device.peaks.get("tf32", device.peaks["fp32"])
+    seconds_by_bottleneck = {COMPUTE: 0.0, MEMORY: 0.0}
+    for dtype, flops, moved_bytes in trace.operations:
+        peak_tflops = peak_tflops_by_dtype.get(dtype) or fp32_peak_tflops
+        compute_s = flops / (peak_tflops * 1e12 * REACHED_FLOPS)
+        memory_s = moved_bytes / (device.memory_gb_s * 1e9 * REACHED_BANDWIDTH)
+        seconds_by_bottleneck[COMPUTE if compute_s > memory_s else MEMORY] += max(compute_s, memory_s)
+    return seconds_by_bottleneck
 
 
 def traffic(trace: Trace, cluster: Cluster, accumulations: int = 1) -> tuple[float, float]:
     """Return the bytes per step that a device sends within a host, and that a host sends to other hosts."""
-    link = network = 0.0
-    for name, moved, ranks in collectives_of_step(trace, accumulations):
-        sent = RING_FACTORS.get(name, 1.0) * moved * (ranks - 1) / ranks
-        if cluster.hosts > 1 and ranks == cluster.processes:
-            # A ring over all devices crosses each host's network once.
-            link, network = link + (sent if cluster.gpus > 1 else 0.0), network + sent
-        elif cluster.hosts > 1 and ranks == cluster.hosts and (name == "all_reduce" or ranks != cluster.gpus):
+    link_bytes = network_bytes = 0.0
+    for collective_name, moved_bytes, rank_count in collectives_of_step(trace, accumulations):
+        sent_bytes = RING_FACTORS.get(collective_name, 1.0) * moved_bytes * (rank_count - 1) / rank_count
+        is_between_hosts = rank_count == cluster.host_count
+        if rank_count == cluster.gpus_per_host:
             # Hybrid sharding all-reduces between hosts, and gathers and scatters within each host.
-            network += sent * cluster.gpus
+            is_between_hosts &= collective_name == "all_reduce"
+        if cluster.host_count > 1 and rank_count == cluster.process_count:
+            # A ring over all devices crosses each host's network once.
+            network_bytes += sent_bytes
+            link_bytes += sent_bytes if cluster.gpus_per_host > 1 else 0.0
+        elif cluster.host_count > 1 and is_between_hosts:
+            network_bytes += sent_bytes * cluster.gpus_per_host
         else:
-            link += sent
-    return link, network
+            link_bytes += sent_bytes
+    return link_bytes, network_bytes

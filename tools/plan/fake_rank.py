@@ -33,48 +33,49 @@ from onecurve.upstream.accelerate_ import launch_arguments
 from tools.plan.cost import Collective
 
 
-def start_as_rank_0(config_file: Path, batch: Batch, hosts: int, recipe: Recipe) -> JobAccelerator:
-    """Return the Accelerator of rank 0 in a job with batch.processes processes on `hosts` hosts."""
-    env = launchers_environment(config_file, batch.processes, hosts)
-    os.environ.update(env)
-    deepspeed = check_launch_config(os.environ, batch.processes, precision=recipe.mixed_precision)
-    disable_meaningless(True)
+def start_as_rank_0(config_file: Path, batch: Batch, host_count: int, recipe: Recipe) -> JobAccelerator:
+    """Return the Accelerator of rank 0 in a job with batch.processes processes on `host_count` hosts."""
+    launcher_env = launcher_env_for_rank_0(config_file, batch.processes, host_count)
+    os.environ.update(launcher_env)
+    deepspeed_config = check_launch_config(os.environ, batch.processes, precision=recipe.mixed_precision)
+    disable_meaningless(rehearsal=True)
     keep_freed_memory()
-    if env:
+    if launcher_env:
         rehearse_on_cpu("fake")
         torch_fakes.join_fake_group(batch.processes)
-    accelerator = make_accelerator(recipe, batch, deepspeed, recipe.clip_norm)
+    accelerator = make_accelerator(recipe, batch, deepspeed_config, recipe.clip_norm)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         deepspeed_.skip_comparisons()
     return accelerator
 
 
-def launchers_environment(config_file: Path, processes: int, hosts: int) -> dict[str, str]:
+def launcher_env_for_rank_0(config_file: Path, process_count: int, host_count: int) -> dict[str, str]:
     """Return the environment variables that `accelerate launch` sets for rank 0, or {} for one process."""
     from accelerate.utils import launch
 
-    launch_words = ["--config_file", str(config_file), "--num_processes", str(processes)]
-    launch_words += ["--num_machines", "1", "--num_cpu_threads_per_process", "1"]
+    launch_flags = ["--config_file", str(config_file), "--num_processes", str(process_count)]
+    launch_flags += ["--num_machines", "1", "--num_cpu_threads_per_process", "1"]
     with contextlib.redirect_stdout(sys.stderr):
-        arguments, config = launch_arguments([*launch_words, "plan.py"])
-    if arguments.use_parallelism_config:
-        arguments.parallelism_config_dp_replicate_size = hosts
-        arguments.parallelism_config_dp_shard_size = processes // hosts
-    if arguments.use_deepspeed:
-        arguments.deepspeed_fields_from_accelerate_config = ",".join(config.deepspeed_config)
-        _, env = launch.prepare_deepspeed_cmd_env(arguments)
-    elif arguments.use_fsdp or arguments.multi_gpu:
-        env = launch.prepare_multi_gpu_env(arguments)
+        launch_args, launch_config = launch_arguments([*launch_flags, "plan.py"])
+    if launch_args.use_parallelism_config:
+        launch_args.parallelism_config_dp_replicate_size = host_count
+        launch_args.parallelism_config_dp_shard_size = process_count // host_count
+    if launch_args.use_deepspeed:
+        launch_args.deepspeed_fields_from_accelerate_config = ",".join(launch_config.deepspeed_config)
+        _, launch_env = launch.prepare_deepspeed_cmd_env(launch_args)
+    elif launch_args.use_fsdp or launch_args.multi_gpu:
+        launch_env = launch.prepare_multi_gpu_env(launch_args)
     else:
         return {}
-    launcher_env = {name: value for name, value in env.items() if os.environ.get(name) != value}
-    rank_0: dict[str, object] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}  # no process connects
-    rank_0 |= {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes // hosts}
-    return launcher_env | {name: str(value) for name, value in rank_0.items()}
+    launcher_env = {name: value for name, value in launch_env.items() if os.environ.get(name) != value}
+    rank_0_env: dict[str, object] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}  # no process connects
+    rank_0_env |= {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": process_count}
+    rank_0_env |= {"LOCAL_WORLD_SIZE": process_count // host_count}
+    return launcher_env | {name: str(value) for name, value in rank_0_env.items()}
 
 
 @contextlib.contextmanager
-def without_contents() -> Iterator[None]:
+def fake_tensor_contents() -> Iterator[None]:
     """Make all tensors in the context fake, and allow engines to wrap models there."""
     torch_fakes.skip_ddp_checks()
     torch_fakes.read_ranks_of_meshes()
@@ -83,55 +84,55 @@ def without_contents() -> Iterator[None]:
         yield
 
 
-def materialize(model: nn.Module) -> nn.Module:
+def materialize_on_fake_cpu(model: nn.Module) -> nn.Module:
     """Move a model from the meta device to the fake CPU, and disable all its later moves.
 
     Module.to() swaps tensors, but torch can't swap a fake tensor to which other tensors refer.
     """
     model = model.to_empty(device="cpu")
-    for index, parameter in enumerate(model.parameters(), 1):
+    for parameter_index, parameter in enumerate(model.parameters(), 1):
         # Accelerate identifies the shard of a parameter by its address. Fake tensors have no
         # address, so return the parameter's index.
-        parameter.data_ptr = partial(int, index)  # type: ignore[method-assign]
+        parameter.data_ptr = partial(int, parameter_index)  # type: ignore[method-assign]
 
-    def to(*_: Any, memory_format: torch.memory_format | None = None, **__: Any) -> nn.Module:
+    def to_memory_format(*_: Any, memory_format: torch.memory_format | None = None, **__: Any) -> nn.Module:
         if memory_format:
             for parameter in model.parameters():
                 if parameter.ndim == 4:
                     parameter.data = parameter.data.contiguous(memory_format=memory_format)
         return model
 
-    def to_half(dtype: torch.dtype) -> nn.Module:
+    def convert_in_place(dtype: torch.dtype) -> nn.Module:
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
         return model
 
-    for name, replacement in {
-        "to": to,
+    for method_name, replacement_method in {
+        "to": to_memory_format,
         "float": lambda: model,
-        "bfloat16": lambda: to_half(torch.bfloat16),
-        "half": lambda: to_half(torch.float16),
+        "bfloat16": lambda: convert_in_place(torch.bfloat16),
+        "half": lambda: convert_in_place(torch.float16),
     }.items():
-        setattr(model, name, replacement)
+        setattr(model, method_name, replacement_method)
     return model
 
 
-def fake_reducer(model: nn.Module, exchanged: list[Collective]) -> None:
+def record_reducer_collectives(wrapped_model: nn.Module, recorded_collectives: list[Collective]) -> None:
     """Replace DDP's all-reduce, whose C++ code reads tensor contents, with a hook that records collectives.
 
     Args:
-        model: Wrapped model. This function does nothing unless DDP wraps the model.
-        exchanged: List to which the hook appends one collective for each bucket.
+        wrapped_model: Model. This function does nothing unless DDP wraps the model.
+        recorded_collectives: List to which the hook appends one collective for each bucket.
     """
-    if not isinstance(model, DistributedDataParallel):
+    if not isinstance(wrapped_model, DistributedDataParallel):
         return
 
-    def exchange(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        exchanged.append(("all_reduce", bucket.buffer().nbytes, dist.get_world_size()))
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
+    def record_and_skip(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        recorded_collectives.append(("all_reduce", bucket.buffer().nbytes, dist.get_world_size()))
+        completed_future: torch.futures.Future[Tensor] = torch.futures.Future()
+        completed_future.set_result(bucket.buffer())
+        return completed_future
 
-    model.register_comm_hook(None, exchange)
-    torch_fakes.keep_first_buckets(model)
+    wrapped_model.register_comm_hook(None, record_and_skip)
+    torch_fakes.keep_first_buckets(wrapped_model)

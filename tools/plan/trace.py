@@ -23,7 +23,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,31 +42,45 @@ from onecurve.numerics.order import reseed
 from onecurve.telemetry.flops import Device, find_device
 from onecurve.upstream import torch_fakes
 from onecurve.upstream.torch_fakes import leaves
-from tools.plan.cost import QUANTUM, Collective, Kernel, Trace, largest_size
-from tools.plan.fake_rank import fake_reducer, materialize, start_as_rank_0, without_contents
+from tools.plan.cost import IMAGE_QUANTUM, Collective, Kernel, Trace, largest_size
+from tools.plan.fake_rank import (
+    fake_tensor_contents,
+    materialize_on_fake_cpu,
+    record_reducer_collectives,
+    start_as_rank_0,
+)
 
-# Collective for each torch operator, and the index of the operator argument that contains all of the
-# collective's bytes
-COLLECTIVES = {
-    "allreduce_": ("all_reduce", 0),
-    "_allgather_base_": ("all_gather", 0),
-    "allgather_": ("all_gather", 0),
-    "allgather_into_tensor_coalesced_": ("all_gather", 0),
-    "_reduce_scatter_base_": ("reduce_scatter", 1),
-    "reduce_scatter_": ("reduce_scatter", 1),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
-    "broadcast_": ("broadcast", 0),
-    "reduce_": ("reduce", 0),
+COLLECTIVE_BY_OPERATOR = {
+    "allreduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "broadcast_": "broadcast",
+    "reduce_": "reduce",
 }
 DispatchMode: Any = torch_fakes.dispatch_mode()
 # Maximum number of extrapolations in the search for the largest size that fits into memory. Memory is a
 # convex, piecewise linear function of the size, and each extrapolation is based on two sizes.
 MAX_EXTRAPOLATIONS = 6
-WITH_KERNELS = ("aten", "onecurve")  # operator namespaces of torch and onecurve.models.attention_kernels
-WITHOUT_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias")
+KERNEL_NAMESPACES = ("aten", "onecurve")  # operator namespaces of torch and onecurve.models.attention_kernels
+OPERATORS_WITHOUT_KERNEL = ["empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"]
+OPERATORS_WITHOUT_KERNEL += ["detach", "alias"]
 
 
-class _Operations(DispatchMode):
+class PlannedJob(NamedTuple):
+    """Job with one process per device."""
+
+    config_file: Path  # the accelerate config's path
+    process_count: int
+    host_count: int
+    device: Device | None  # GPU model, or None for this machine's CPU
+    script_command: list[str]  # the script's path and flags
+
+
+class _OperationRecorder(DispatchMode):
     """Recorder of kernels and collectives. Views are not recorded, because views do not launch kernels."""
 
     def __init__(self) -> None:
@@ -76,79 +90,70 @@ class _Operations(DispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        operator = func.overloadpacket.__name__
+        operator_result = func(*args, **kwargs)
+        operator_name = func.overloadpacket.__name__
         if func.namespace == "c10d":
-            self._record_collective(operator, args)
-        elif func.namespace in WITH_KERNELS and not func.is_view and operator not in WITHOUT_KERNEL:
-            written = [tensor for tensor in leaves(result) if isinstance(tensor, Tensor)]
-            if written:
-                read = [tensor for tensor in leaves((args, kwargs)) if isinstance(tensor, Tensor)]
-                formula = flop_registry.get(func.overloadpacket)
-                flops = formula(*args, **kwargs, out_val=result) if formula else 0
-                distinct_tensors = {id(tensor): tensor for tensor in (*read, *written)}.values()
-                moved_bytes = sum(tensor.nbytes for tensor in distinct_tensors)
+            self._record_collective(operator_name, args)
+        elif func.namespace in KERNEL_NAMESPACES and operator_name not in OPERATORS_WITHOUT_KERNEL:
+            written_tensors = [] if func.is_view else _tensors_in(operator_result)
+            if written_tensors:
+                read_tensors = _tensors_in((args, kwargs))
+                flop_formula = flop_registry.get(func.overloadpacket)
+                flops = flop_formula(*args, **kwargs, out_val=operator_result) if flop_formula else 0
+                tensor_by_id = {id(tensor): tensor for tensor in (*read_tensors, *written_tensors)}
+                moved_bytes = sum(tensor.nbytes for tensor in tensor_by_id.values())
                 if moved_bytes:  # operators on empty tensors do not launch a kernel
-                    dtype = str(written[0].dtype).removeprefix("torch.")
-                    self.kernels.append((dtype, int(flops), moved_bytes))
-        return result
+                    output_dtype = str(written_tensors[0].dtype).removeprefix("torch.")
+                    self.kernels.append((output_dtype, int(flops), moved_bytes))
+        return operator_result
 
-    def _record_collective(self, operator: str, args: tuple[Any, ...]) -> None:
-        if operator in COLLECTIVES:
-            collective, index = COLLECTIVES[operator]
-            moved_bytes = sum(tensor.nbytes for tensor in leaves(args[index]) if isinstance(tensor, Tensor))
-            scripted = [argument for argument in args if isinstance(argument, torch.ScriptObject)]
-            group = next(argument for argument in scripted if "ProcessGroup" in str(argument))
-            self.collectives.append((collective, moved_bytes, dist.ProcessGroup.unbox(group).size()))
+    def _record_collective(self, operator_name: str, arguments: tuple[Any, ...]) -> None:
+        if collective_name := COLLECTIVE_BY_OPERATOR.get(operator_name):
+            # The larger of a collective's output (first argument) and input contains all of its bytes.
+            largest_argument = arguments[1] if collective_name == "reduce_scatter" else arguments[0]
+            moved_bytes = sum(tensor.nbytes for tensor in _tensors_in(largest_argument))
+            script_objects = [argument for argument in arguments if isinstance(argument, torch.ScriptObject)]
+            boxed_group = next(argument for argument in script_objects if "ProcessGroup" in str(argument))
+            rank_count = dist.ProcessGroup.unbox(boxed_group).size()
+            self.collectives.append((collective_name, moved_bytes, rank_count))
 
 
-class Training:
+def _tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
+
+
+class TracedTraining:
     """A script's model and optimizer, wrapped by an engine for rank 0 of a job."""
 
-    def __init__(
-        self,
-        config_file: Path,
-        processes: int,
-        hosts: int,
-        size: int,
-        words: list[str],
-        device: Device | None,
-    ):
-        """Build the model on the meta device.
-
-        Args:
-            config_file: The accelerate config's path.
-            processes: Number of processes in the job.
-            hosts: Number of hosts in the job.
-            size: Number of images per forward pass.
-            words: The script's path and flags.
-            device: The job's GPU model, or None for this machine's CPU.
-        """
-        self.script = script = load_script(Path(words[0]))
-        recipe = recipe_of(script, words[1:])
-        if not (isinstance(recipe, ImageRecipe) and hasattr(script, "build_model")):
-            supported = "plan.py supports only scripts that train on images."
-            raise ValueError(f"{words[0]} does not define build_model(). {supported}")
+    def __init__(self, job: PlannedJob, image_count: int):
+        """Build the model on the meta device. `image_count` is the number of images per forward pass."""
+        script_path, *script_flags = job.script_command
+        self.script_module = load_script(Path(script_path))
+        recipe = recipe_of(self.script_module, script_flags)
+        if not (isinstance(recipe, ImageRecipe) and hasattr(self.script_module, "build_model")):
+            explanation = "plan.py supports only scripts that train on images."
+            raise ValueError(f"{script_path} does not define build_model(). {explanation}")
         recipe = dataclasses.replace(without_training_flags(recipe), grad_compression="no", compile="no")
         self.recipe = recipe
-        batch = Batch(size * processes, size, processes, 1)
-        self.accelerator = start_as_rank_0(config_file, batch, hosts, recipe)
-        self.accelerator.short_attention = device is not None and _has_kernel(device, self.accelerator)
+        batch = Batch(image_count * job.process_count, image_count, job.process_count, accumulations=1)
+        self.accelerator = start_as_rank_0(job.config_file, batch, job.host_count, recipe)
+        uses_attention_kernel = job.device is not None and _has_attention_kernel(job.device, self.accelerator)
+        self.accelerator.short_attention = uses_attention_kernel
         torch.manual_seed(recipe.seed)
         with torch.device("meta"):
-            self.model = script.build_model(recipe, CLASS_COUNT)
+            self.model = self.script_module.build_model(recipe, CLASS_COUNT)
 
     def wrap(self) -> None:
         """Build the optimizer, and wrap model and optimizer with the engine."""
-        self.optimizer: Any = self.script.build_optimizer(self.model, self.recipe)
+        self.optimizer: Any = self.script_module.build_optimizer(self.model, self.recipe)
         self.model, self.optimizer = wrap(self.accelerator, self.model, self.optimizer)
-        decay = self.recipe.ema_decay
-        self.averaged = EMA(self.model, self.optimizer, decay) if decay else None
+        ema_decay = self.recipe.ema_decay
+        self.average = EMA(self.model, self.optimizer, ema_decay) if ema_decay else None
 
-    def shape(self, size: int) -> tuple[int, ...]:
-        """Return the shape of `size` images with the largest edge in training: [size, 3, edge, edge]."""
-        edge = max(self.recipe.train_sizes or (self.recipe.image_size,))
-        return size, 3, edge, edge
+    def batch_shape(self, image_count: int) -> tuple[int, ...]:
+        """Return the shape of a batch with the largest edge in training: [image_count, 3, edge, edge]."""
+        largest_edge = max(self.recipe.train_sizes or (self.recipe.image_size,))
+        return image_count, 3, largest_edge, largest_edge
 
     def step(self, images: Tensor, labels: Tensor, at_gradients: Callable[[], None]) -> None:
         """Run an optimizer step with one micro-batch. Call at_gradients() after the backward pass."""
@@ -157,78 +162,84 @@ class Training:
             loss = F.cross_entropy(self.model(images).float(), labels)
             self.accelerator.backward(loss)  # under DeepSpeed, this call includes the optimizer's step
             at_gradients()
-            if clip := self.recipe.clip_norm:
-                self.accelerator.clip_grad_norm_(self.model.parameters(), clip)
+            if clip_norm := self.recipe.clip_norm:
+                self.accelerator.clip_grad_norm_(self.model.parameters(), clip_norm)
             self.optimizer.step()
             self.optimizer.zero_grad()
-        if self.averaged:
-            self.averaged.update(0)
+        if self.average:
+            self.average.update(0)
 
 
-def _has_kernel(device: Device, accelerator: JobAccelerator) -> bool:
+def _has_attention_kernel(device: Device, accelerator: JobAccelerator) -> bool:
     """Return True if a GPU supports the attention kernel, which needs bf16 (compute capability 8.0)."""
     has_triton = importlib.util.find_spec("triton") is not None
     return has_triton and "bf16" in device.peaks and precision(accelerator) != "no"
 
 
-def trace(
-    config_file: Path, processes: int, hosts: int, sizes: list[int], device: Device | None, words: list[str]
-) -> Trace:
+def trace(job: PlannedJob, image_counts: list[int]) -> Trace:
     """Trace an optimizer step of rank 0 with one micro-batch of each size."""
-    training = Training(config_file, processes, hosts, sizes[0], words, device)
-    memory_bytes = device.memory_gb * 1e9 if device else 0
-    recorded = _Operations()
-    with without_contents():
-        training.model = materialize(training.model)
+    first_image_count, *_ = image_counts
+    training = TracedTraining(job, first_image_count)
+    memory_bytes = job.device.memory_gb * 1e9 if job.device else 0
+    recorder = _OperationRecorder()
+    with fake_tensor_contents():
+        training.model = materialize_on_fake_cpu(training.model)
         training.wrap()
-        model, averages = training.model, training.averaged.averages if training.averaged else ()
-        exchanged: list[Collective] = []  # collectives of DDP's reducer, which bypass the dispatcher
-        fake_reducer(model, exchanged)
+        model = training.model
+        averages = training.average.averages if training.average else ()
+        reducer_collectives: list[Collective] = []  # from DDP's reducer, which bypasses the dispatcher
+        record_reducer_collectives(model, reducer_collectives)
         layout = layout_of(model, training.optimizer)
         tracker = torch_fakes.memory_tracker()
         tracker.track_external(model, *leaves(layout.local), *averages)
-        gradients = 0
+        gradient_bytes = 0
 
-        def count_gradients() -> None:
-            nonlocal gradients
-            all_gradients = [parameter.grad for parameter in model.parameters()]
-            gradients = sum(_local_bytes(gradient) for gradient in all_gradients if gradient is not None)
+        def record_gradient_bytes() -> None:
+            nonlocal gradient_bytes
+            gradients = [parameter.grad for parameter in model.parameters()]
+            gradient_bytes = sum(_local_bytes(gradient) for gradient in gradients if gradient is not None)
 
-        def step(size: int) -> None:
+        def trace_step(image_count: int) -> None:
             # Use the memory format of images augmented by onecurve.numerics.augment.
-            images = torch.empty(training.shape(size), memory_format=torch.channels_last)
-            training.step(images, torch.empty(size, dtype=torch.int64), count_gradients)
+            images = torch.empty(training.batch_shape(image_count), memory_format=torch.channels_last)
+            labels = torch.empty(image_count, dtype=torch.int64)
+            training.step(images, labels, record_gradient_bytes)
             tracker.reset_mod_stats()
 
-        peaks: dict[int, dict[str, int]] = {}
+        peaks: dict[int, dict[str, int]] = {}  # bytes at the peak by category, by number of images
 
-        def find_peak(size: int) -> None:
+        def trace_peak(image_count: int) -> None:
             torch_fakes.reset_peak_memory(tracker)
-            step(size)
-            snapshot = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
-            peaks[size] = {
-                str(getattr(name, "value", name)): peak_bytes for name, peak_bytes in snapshot.items()
-            }
+            trace_step(image_count)
+            bytes_by_category = tracker.get_tracker_snapshot("peak")[torch.device("cpu")].items()
+            peaks[image_count] = {str(getattr(key, "value", key)): size for key, size in bytes_by_category}
 
         with tracker:
-            step(sizes[0])  # the first step creates the optimizer state
-            with recorded:
-                exchanged.clear()
-                step(sizes[0])
-            recorded.collectives += exchanged
-            for size in sizes:
-                find_peak(size)
+            trace_step(first_image_count)  # the first step creates the optimizer state
+            with recorder:
+                reducer_collectives.clear()
+                trace_step(first_image_count)
+            recorder.collectives += reducer_collectives
+            for image_count in image_counts:
+                trace_peak(image_count)
             for _ in range(MAX_EXTRAPOLATIONS if memory_bytes else 0):
-                if (largest := largest_size(peaks, memory_bytes)) == 0 or largest in peaks:
+                largest_image_count = largest_size(peaks, memory_bytes)
+                if largest_image_count == 0 or largest_image_count in peaks:
                     break
-                find_peak(largest)
-                find_peak(largest + QUANTUM)
-    state_tensors = [tensor for tensor in leaves(layout.states()) if isinstance(tensor, Tensor)]
-    state_tensors += [*(layout.local if layout.is_flat else ()), *averages]
-    engine, dtype = strategy(training.accelerator), precision(training.accelerator)
-    parameter_bytes = sum(map(_local_bytes, model.parameters()))
-    memory = (peaks, parameter_bytes, sum(map(_local_bytes, state_tensors)))
-    return Trace(engine, dtype, *memory, recorded.kernels, recorded.collectives, gradients)
+                trace_peak(largest_image_count)
+                trace_peak(largest_image_count + IMAGE_QUANTUM)
+    optimizer_tensors = _tensors_in(layout.states())
+    optimizer_tensors += [*(layout.local if layout.is_flat else ()), *averages]
+    return Trace(
+        strategy=strategy(training.accelerator),
+        mixed_precision=precision(training.accelerator),
+        peaks=peaks,
+        parameters=sum(map(_local_bytes, model.parameters())),
+        optimizer=sum(map(_local_bytes, optimizer_tensors)),
+        operations=recorder.kernels,
+        collectives=recorder.collectives,
+        gradients=gradient_bytes,
+    )
 
 
 def _local_bytes(tensor: Any) -> int:
@@ -236,12 +247,12 @@ def _local_bytes(tensor: Any) -> int:
 
 
 def main() -> None:
-    config_file, processes, hosts, sizes, device = sys.argv[1:6]
-    words = sys.argv[6:]
-    sys.argv[:] = words  # error messages start with the script's name
-    job = (Path(config_file), int(processes), int(hosts))
+    _, config_file, process_count, host_count, image_counts, device_name, *script_command = sys.argv
+    sys.argv[:] = script_command  # error messages start with the script's name
+    device = find_device(device_name)
+    job = PlannedJob(Path(config_file), int(process_count), int(host_count), device, script_command)
     try:
-        step_trace = trace(*job, [int(size) for size in sizes.split(",")], find_device(device), words)
+        step_trace = trace(job, [int(image_count) for image_count in image_counts.split(",")])
     except ValueError as error:
         sys.exit(f"error: {error}")
     print(json.dumps(dataclasses.asdict(step_trace)), flush=True)
