@@ -335,7 +335,7 @@ def draw(file: Path, folder: Path) -> None:
     }
     pairs |= {"plain script": (plain / "run", plain / "four")} if plain.exists() else {}
     runs = {name: [losses(path) for path in pair] for name, pair in pairs.items()}
-    distances, row = Panel("step", "loss difference (0 is drawn at 1e-9)", is_log=True), []
+    distances, row = Panel("step", "loss difference (0 is drawn at 1e-9)", has_log_scale=True), []
     for name, (disturbed, straight) in runs.items():
         gaps = [max(abs(a - b), 1e-9) for a, b in zip(disturbed, straight, strict=False)]
         distances.curves[name] = (range(1, len(gaps) + 1), gaps)

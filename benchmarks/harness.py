@@ -126,7 +126,7 @@ def train_watched(
     class WatchedRun(Run):
         def begin(self, *words: Any, **named: Any) -> "Steps":
             steps = super().begin(*words, **named)
-            self.ranks.steps = replace(steps, per_epoch=sys.maxsize)  # skip the evaluation after an epoch
+            self.session.steps = replace(steps, per_epoch=sys.maxsize)  # skip the evaluation after an epoch
             return steps
 
         def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> bool | None:
@@ -134,12 +134,12 @@ def train_watched(
                 return super().__exit__(error_type, error, trace)  # type: ignore[func-returns-value]
             if self.batch_generator:
                 self.batch_generator.close()
-            self.ranks.exchange.telemetry.stop()
+            self.session.exchange.telemetry.stop()
             return True
 
         def add(self, loss: Tensor, ids: np.ndarray) -> None:
             super().add(loss, ids)
-            if self.ranks.meter.micro_batches % self.batch.accumulations == 0:
+            if self.session.meter.micro_batch_count % self.batch.accumulations == 0:
                 on_step(self)
 
     def batches(*words: Any) -> Iterator[tuple]:

@@ -133,7 +133,7 @@ def measure(file: Path, words: list[str]) -> None:
 
     def on_step(run: Run) -> None:
         marks_ns.append(time.time_ns())
-        if len(marks_ns) < run.ranks.steps.last:
+        if len(marks_ns) < run.session.steps.last:
             return
         if rank() == 0:
             recorded.stop()

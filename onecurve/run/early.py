@@ -26,6 +26,6 @@ def check_early(recipe_class: RecipeClass) -> RecipeClass:
         if isinstance(recipe, ImageRecipe) and is_hosts_first() and world_size() == processes_per_host():
             from onecurve.data.sources import check_inputs
 
-            if status := run_command(lambda: check_inputs(recipe)):
-                sys.exit(status)
+            if exit_status := run_command(lambda: check_inputs(recipe)):
+                sys.exit(exit_status)
     return recipe_class

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from onecurve.checkpoint.format import EMA_FILE, MODEL_FILE, step_name
 from onecurve.flags.recipe import METRICS
@@ -16,49 +16,58 @@ if TYPE_CHECKING:  # Imported lazily at runtime
     from rich.table import Table
 
 # Minimum number of steps for printing a run's speed. The first few steps are slow
-TIMED_STEPS = 10
+MIN_TIMED_STEPS = 10
 
 
-def print_result(folder: Path, chance: float | None) -> None:
-    """Print result.json, the weight files and the output paths. `chance` is the chance-level accuracy."""
+class _WeightFile(NamedTuple):
+    """Row of the table of weight files."""
+
+    path: Path
+    metric_value: float | None
+    description: str
+
+
+def print_result(folder: Path, chance_accuracy: float | None) -> None:
+    """Print result.json, the weight files and the output paths."""
     from rich.console import Console
 
     result = cast(Result, read_json(folder / "result.json"))
     recipe_file = cast(RecipeFile, read_json(folder / "recipe.json"))
-    entries = read_lines(folder / "metrics.jsonl")
+    log_entries = read_lines(folder / "metrics.jsonl")
     console = Console(markup=False, highlight=False)
-    title = f"{result['script']}, {where_in_words(folder, result)}"
-    console.print(_result_table(title, result, recipe_file["unit"], chance))
-    weight_table, recommended_file = _weight_table(folder, result, entries)
+    table_title = f"{result['script']}, {where_in_words(folder, result)}"
+    console.print(_result_table(table_title, result, recipe_file["unit"], chance_accuracy))
+    weight_table, recommended_file = _weight_table(folder, result, log_entries)
     console.print(weight_table)
     if result["best_accuracy"] is not None:
         # Commands that receive a folder use the averaged weights. If the raw weights are better, print the
         # path of the raw weight file.
         is_raw_file = recommended_file.name == MODEL_FILE and recommended_file.with_name(EMA_FILE).exists()
-        best = recommended_file if is_raw_file else folder
-        validate, export = (shortest(ROOT / name) for name in ("validate.py", "export.py"))
-        commands = {"measure all metrics of the best checkpoint": python_command(validate, best)}
+        best_path = recommended_file if is_raw_file else folder
+        validate_script, export_script = (shortest(ROOT / name) for name in ("validate.py", "export.py"))
+        commands = {"measure all metrics of the best checkpoint": python_command(validate_script, best_path)}
         if result["best_checkpoint"] != result["checkpoint"]:
-            commands["measure all metrics of the last checkpoint"] = python_command(
-                validate, folder, "--which", "latest"
-            )
-        commands["export the model for use elsewhere"] = python_command(export, best, f"models/{folder.name}")
+            validate_command = python_command(validate_script, folder, "--which", "latest")
+            commands["measure all metrics of the last checkpoint"] = validate_command
+        export_command = python_command(export_script, best_path, f"models/{folder.name}")
+        commands["export the model for use elsewhere"] = export_command
         for purpose, command in commands.items():
             console.print(f"{purpose}: {command}", soft_wrap=True)
-    plots = sorted((folder / "plots").glob("*.png"))
-    for path in (recommended_file, *plots, folder / "metrics.jsonl", folder / "result.json"):
-        console.print(f"{path}", soft_wrap=True)
+    plot_files = sorted((folder / "plots").glob("*.png"))
+    for output_file in (recommended_file, *plot_files, folder / "metrics.jsonl", folder / "result.json"):
+        console.print(f"{output_file}", soft_wrap=True)
 
 
-def confidence_interval(share: float, sample_count: int) -> tuple[float, float]:
+def confidence_interval(fraction: float, sample_count: int) -> tuple[float, float]:
     """Return the 95 % confidence interval (Wilson 1927) of a fraction measured on `sample_count` samples."""
     z = 1.96  # Quantile of the normal distribution for 95 %
     weight = z**2 / sample_count
-    centre, half_width = share + weight / 2, math.sqrt(weight * (share * (1 - share) + weight / 4))
+    centre = fraction + weight / 2
+    half_width = math.sqrt(weight * (fraction * (1 - fraction) + weight / 4))
     return (centre - half_width) / (1 + weight), (centre + half_width) / (1 + weight)
 
 
-def _result_table(title: str, result: Mapping[str, Any], unit: str, chance: float | None) -> "Table":
+def _result_table(title: str, result: Mapping[str, Any], unit: str, chance_accuracy: float | None) -> "Table":
     from rich.table import Table
 
     table = Table("quantity", title=title)
@@ -66,42 +75,49 @@ def _result_table(title: str, result: Mapping[str, Any], unit: str, chance: floa
     metric, val_name, test_name = result["best_by"], result["val_name"], result.get("test_name")
     best_value = result[f"best_{metric}"]
     final_metrics = [name for name in (metric, "accuracy") if result[f"final_{name}"] is not None]
-    rows: dict[str, str] = {}
-    if reason := result.get("stopped_by"):
-        rows[f"ended early by {reason}"] = f"step {result['steps']:,} of {result['total_steps']:,}"
+    speed_row = {}
+    if result["steps"] >= MIN_TIMED_STEPS:
+        speed_row["speed"] = f"{result['images_per_s']:,.0f} {unit}/s"
+    table_rows: dict[str, str] = {}  # {quantity: formatted value}
+    if early_end_cause := result.get("stopped_by"):
+        table_rows[f"ended early by {early_end_cause}"] = (
+            f"step {result['steps']:,} of {result['total_steps']:,}"
+        )
     if test_name:
-        rows[f"{metric} of the best weights ({test_name} split)"] = f"{result[f'test_{metric}']:.4f}"
-        rows[f"{test_name} {unit}"] = f"{result['test_images']:,}"
-    rows |= {
+        table_rows[f"{metric} of the best weights ({test_name} split)"] = f"{result[f'test_{metric}']:.4f}"
+        table_rows[f"{test_name} {unit}"] = f"{result['test_images']:,}"
+    table_rows |= {
         f"best {metric} ({val_name} split)": f"{best_value:.4f} at step {result['best_step']:,}",
         **{f"final {name} ({val_name} split)": f"{result[f'final_{name}']:.4f}" for name in final_metrics},
         f"{val_name} {unit}": f"{result['val_images']:,}",
-        **_accuracy_rows(result, chance),
+        **_accuracy_rows(result, chance_accuracy),
         "parameters": f"{result['parameters']:,}",
         "training time": f"{result['train_s']:.1f} s",
         "mean training time per epoch": f"{result['epoch_s'] or 0.0:.2f} s",
         "total time": f"{result['wall_s']:.1f} s",
-        **({"speed": f"{result['images_per_s']:,.0f} {unit}/s"} if result["steps"] >= TIMED_STEPS else {}),
+        **speed_row,
         "peak memory per process": f"{result['peak_memory_gib']:.2f} GiB",
     }
-    for row in rows.items():
-        table.add_row(*row)
+    for quantity, formatted_value in table_rows.items():
+        table.add_row(quantity, formatted_value)
     return table
 
 
-def _accuracy_rows(result: Mapping[str, Any], chance: float | None) -> dict[str, str]:
+def _accuracy_rows(result: Mapping[str, Any], chance_accuracy: float | None) -> dict[str, str]:
     """Return table rows with the accuracy's confidence interval and the chance level."""
-    split, images = ("test", "test_images") if result.get("test_name") else ("best", "val_images")
-    accuracy, image_count = result.get(f"{split}_accuracy"), result[images]
+    stage, image_count_key = ("test", "test_images") if result.get("test_name") else ("best", "val_images")
+    accuracy, image_count = result.get(f"{stage}_accuracy"), result[image_count_key]
     if accuracy is None or not image_count:
         return {}
     lower_bound, upper_bound = confidence_interval(accuracy, image_count)
-    rows = {f"95 % confidence interval of the {split} accuracy": f"{lower_bound:.4f} to {upper_bound:.4f}"}
-    return rows if chance is None else rows | {"chance level (share of the largest class)": f"{chance:.4f}"}
+    rows = {f"95 % confidence interval of the {stage} accuracy": f"{lower_bound:.4f} to {upper_bound:.4f}"}
+    if chance_accuracy is not None:
+        rows["chance level (share of the largest class)"] = f"{chance_accuracy:.4f}"
+    return rows
 
 
 def _weight_table(
-    folder: Path, result: Mapping[str, Any], entries: list[dict[str, Any]]
+    folder: Path, result: Mapping[str, Any], log_entries: list[dict[str, Any]]
 ) -> tuple["Table", Path]:
     """Return a table of the weight files, and the recommended weight file's path.
 
@@ -112,44 +128,50 @@ def _weight_table(
 
     metric, split = result["best_by"], result["val_name"]
     best_checkpoint, last_checkpoint = result["best_checkpoint"], result["checkpoint"]
-    evaluations = {step_name(entry["step"]): entry for entry in entries if "val/loss" in entry}
-    rows: list[tuple[Path, float | None, str]] = []  # (weight file, metric, file contents)
+    evaluations = {step_name(entry["step"]): entry for entry in log_entries if "val/loss" in entry}
+    weight_files: list[_WeightFile] = []
     for checkpoint in dict.fromkeys((best_checkpoint, last_checkpoint)):
         evaluation = evaluations.get(Path(checkpoint).name, {})
-        reason = f"best {metric} on the {split} split" if checkpoint == best_checkpoint else "the last step"
-        reason += " and last step" if best_checkpoint == last_checkpoint else ""
-        ema, model = (folder / checkpoint / name for name in (EMA_FILE, MODEL_FILE))
-        if ema.exists():
-            rows.append((ema, evaluation.get(f"val/{metric}"), f"averaged weights (EMA), {reason}"))
-            rows.append(
-                (model, evaluation.get(f"val/raw_{metric}"), "raw weights (without EMA) of the same step")
+        metric_value, raw_value = evaluation.get(f"val/{metric}"), evaluation.get(f"val/raw_{metric}")
+        checkpoint_description = (
+            f"best {metric} on the {split} split" if checkpoint == best_checkpoint else "the last step"
+        )
+        checkpoint_description += " and last step" if best_checkpoint == last_checkpoint else ""
+        ema_file, model_file = (folder / checkpoint / file_name for file_name in (EMA_FILE, MODEL_FILE))
+        if ema_file.exists():
+            weight_files.append(
+                _WeightFile(ema_file, metric_value, f"averaged weights (EMA), {checkpoint_description}")
             )
-        elif model.exists():
-            rows.append((model, evaluation.get(f"val/{metric}"), reason))
-    sign = 1 if METRICS[metric].is_share else -1
+            raw_description = "raw weights (without EMA) of the same step"
+            weight_files.append(_WeightFile(model_file, raw_value, raw_description))
+        elif model_file.exists():
+            weight_files.append(_WeightFile(model_file, metric_value, checkpoint_description))
+    sign = 1 if METRICS[metric].is_share else -1  # A loss is better if it is lower
     # Only files in the first checkpoint are candidates. A file without a metric is the last choice.
-    scores = {
-        file: -math.inf if value is None else sign * value
-        for file, value, _ in rows
-        if file.parent == rows[0][0].parent
+    score_by_path = {
+        path: -math.inf if metric_value is None else sign * metric_value
+        for path, metric_value, _ in weight_files
+        if path.parent == weight_files[0].path.parent
     }
-    recommended_file = max(scores, key=scores.__getitem__)
+    recommended_file = max(score_by_path, key=score_by_path.__getitem__)
     table = Table(title="weight files, with the recommended file marked")
     table.add_column("file in checkpoints/", no_wrap=True)
     table.add_column(metric, justify="right")
     table.add_column("contents")
-    for file, value, contents in rows:
-        recommendation = "use this: " if file == recommended_file else ""
-        shown_value = "-" if value is None else f"{value:.4f}"
-        table.add_row(f"{file.parent.name}/{file.name}", shown_value, recommendation + contents)
+    for path, metric_value, description in weight_files:
+        recommendation = "use this: " if path == recommended_file else ""
+        formatted_value = "-" if metric_value is None else f"{metric_value:.4f}"
+        table.add_row(f"{path.parent.name}/{path.name}", formatted_value, recommendation + description)
     return table, recommended_file
 
 
-def early_end_in_words(facts: Mapping[str, Any]) -> str:
+def early_end_in_words(result_entries: Mapping[str, Any]) -> str:
     """Describe an early end with a phrase such as `ended at step 20 of 58 because of --max_steps 20`.
 
     The phrase is empty for a complete run and for an unfinished run.
     """
-    if not {"steps", "total_steps"} <= facts.keys() or not facts.get("stopped_by"):
+    early_end_cause = result_entries.get("stopped_by")
+    if not {"steps", "total_steps"} <= result_entries.keys() or not early_end_cause:
         return ""
-    return f"ended at step {facts['steps']:,} of {facts['total_steps']:,} because of {facts['stopped_by']}"
+    step, total_steps = result_entries["steps"], result_entries["total_steps"]
+    return f"ended at step {step:,} of {total_steps:,} because of {early_end_cause}"

@@ -14,55 +14,58 @@ from onecurve.distributed.channel import let_main_close_first
 from onecurve.distributed.strategy import device_name, unused_parameters, without_gradient
 from onecurve.distributed.watch import watch
 from onecurve.flags.recipe import Batch, Recipe
-from onecurve.run.folder import candidate_folders
+from onecurve.run.folder import ANY_FOLDER_NAME, candidate_folders
 from onecurve.run.identity import run_name
 from onecurve.run.lease import OWNER_FILE
-from onecurve.run.record import WRITING_GRACE_S
-from onecurve.run.session import Ranks
+from onecurve.run.record import MAX_CHECKPOINT_WAIT_S
+from onecurve.run.session import RunSession
 from onecurve.system.files import not_written, read_json, write_json
 from onecurve.system.phase import ENDING, SAVING, now
 from onecurve.system.processes import says_out_of_memory
 from onecurve.system.text import plural
 
-# Part of an error message from torch
+# Errors of a full disk and of an exhausted disk quota
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+# Parts of error messages from torch
 BATCH_NORM_ERROR = "Expected more than 1 value per channel when training"
 NOT_DETERMINISTIC_ERROR = " does not have a deterministic implementation"
 
 
-def end_preempted(ranks: Ranks, reason: str) -> None:
+def end_preempted(session: RunSession, local_reason: str) -> None:
     """Save a final checkpoint after a signal, and close the run. All ranks must call this function.
 
     All processes wait for the main process, because the launcher kills all processes as soon as one process
     exits.
 
     Args:
-        ranks: Run state shared by all ranks.
-        reason: Reason why the run ends, or an empty string on a process that received no signal.
+        session: Run state shared by all session.
+        local_reason: Reason why the run ends, or an empty string on a process that received no signal.
 
     Raises:
         FloatingPointError: If the loss is not finite, in which case no checkpoint is saved.
         ValueError: If the checkpoint can't be written.
     """
     now.enter(SAVING)
-    exchange, record = ranks.exchange, ranks.record
-    first_reason = next(filter(None, exchange.poll.gather(reason)), "")
-    if record:
-        record.log.write_mark({"interrupted_at": time.time(), "why": first_reason})
+    exchange, main_record = session.exchange, session.main_record
+    stop_reason = next(filter(None, exchange.poll.gather(local_reason)), "")
+    if main_record:
+        main_record.log.write_entry({"interrupted_at": time.time(), "why": stop_reason})
     # A single-process job may stop in the middle of a step, while it waits for a shard. An unfinished step
     # is discarded.
     try:
-        ranks.flush()
+        session.flush()
     except (FloatingPointError, ValueError):
-        if record:
-            record.close("failed")
+        if main_record:
+            main_record.close("failed")
         raise
     exchange.gather(None)  # Send the telemetry that was recorded after the newest snapshot
-    exchange.poll.wait_for_main(record is not None, ranks.saver.done)
-    problem = record and record.problem()
-    if record:
-        record.close("failed" if problem else "preempted")
-    if problem := broadcast_object_list([problem])[0]:
-        raise ValueError(problem)
+    exchange.poll.wait_for_main(main_record is not None, session.saver.done)
+    main_problem = main_record and main_record.failure_message()
+    if main_record:
+        main_record.close("failed" if main_problem else "preempted")
+    [main_problem] = broadcast_object_list([main_problem])
+    if main_problem:
+        raise ValueError(main_problem)
 
 
 def end_early(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> None:
@@ -70,48 +73,48 @@ def end_early(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> None:
     folder = _expected_folder(accelerator, recipe, batch) if accelerator.is_main_process else None
     # The file exists if another process owns the folder, or if the owner was killed
     if folder and not (folder / OWNER_FILE).exists():
-        file = folder / "result.json"
+        result_file = folder / "result.json"
         with contextlib.suppress(ValueError, OSError):
-            write_json(file, (read_json(file) if file.exists() else {}) | {"status": "preempted"})
+            recorded_result = read_json(result_file) if result_file.exists() else {}
+            write_json(result_file, recorded_result | {"status": "preempted"})
     let_main_close_first(accelerator)
 
 
 def end_failed(
-    error: BaseException, accelerator: Accelerator, recipe: Recipe, batch: Batch, ranks: Ranks | None
+    error: BaseException, accelerator: Accelerator, recipe: Recipe, batch: Batch, session: RunSession | None
 ) -> None:
     """Raise the error that all processes report. The message of a known error explains the cause.
 
-    `ranks` is the run's shared state, or None if begin() has not been called.
+    `session` is the run's shared state, or None if begin() has not been called.
     """
     watch.begin_exit()
     now.enter(ENDING)
-    record = ranks.record if ranks else None
-    if record:
-        record.write_best()
+    main_record = session.main_record if session else None
+    if main_record:
+        main_record.write_held_snapshot()
     if isinstance(error, KeyboardInterrupt):
         local_error: BaseException = KeyboardInterrupt()
         if accelerator.is_main_process:
-            step = _resume_step(accelerator, recipe, batch, ranks)
-            action = f"resume at step {step:,}" if step else "start from the beginning"
+            resume_step = _resume_step(accelerator, recipe, batch, session)
+            action = f"resume at step {resume_step:,}" if resume_step else "start from the beginning"
             local_error = KeyboardInterrupt(f"run the same command to {action}")
     else:
-        local_error = explained_error(error, accelerator, batch, ranks)
+        local_error = explained_error(error, accelerator, batch, session)
     first_error = watch.report_failure(local_error)
-    if record:
+    if main_record:
+        error_message = str(first_error) or type(first_error).__name__
         is_interrupted = isinstance(first_error, KeyboardInterrupt)
-        record.close_failed(
-            "interrupted" if is_interrupted else str(first_error) or type(first_error).__name__
-        )
+        main_record.close_failed("interrupted" if is_interrupted else error_message)
     let_main_close_first(accelerator)
     if first_error is not error:
         raise first_error from error
 
 
-def _resume_step(accelerator: Accelerator, recipe: Recipe, batch: Batch, ranks: Ranks | None) -> int:
+def _resume_step(accelerator: Accelerator, recipe: Recipe, batch: Batch, session: RunSession | None) -> int:
     """Return the step at which the same command resumes the run. Ctrl-C does not save a checkpoint."""
-    if ranks:
-        ranks.saver.done(WRITING_GRACE_S)
-        return ranks.saver.committed or ranks.steps.first
+    if session:
+        session.saver.done(MAX_CHECKPOINT_WAIT_S)
+        return session.saver.committed or session.steps.first
     folder = _expected_folder(accelerator, recipe, batch)
     return max(steps_in(folder / "checkpoints"), default=0) if folder else 0
 
@@ -124,7 +127,7 @@ def _expected_folder(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> 
 
 
 def explained_error(
-    error: BaseException, accelerator: Accelerator, batch: Batch, ranks: Ranks | None
+    error: BaseException, accelerator: Accelerator, batch: Batch, session: RunSession | None
 ) -> BaseException:
     """Return a ValueError that explains the cause and remedy of a known error.
 
@@ -132,23 +135,25 @@ def explained_error(
     """
     if is_out_of_memory(error):
         return ValueError(out_of_memory_message(accelerator, batch, error))
-    if str(error).endswith("--on_bad_image skip") and ranks:
-        has_given_folder = not (ranks.recipe.output_dir or "*").endswith("*")
+    if str(error).endswith("--on_bad_image skip") and session:
+        has_given_folder = not (session.recipe.output_dir or ANY_FOLDER_NAME).endswith(ANY_FOLDER_NAME)
         # `is_resumable` is truthy if the same command would resume this run
-        is_resumable = ranks.newest_saved_step or (has_given_folder and ranks.state.logged_step)
+        is_resumable = session.newest_saved_step or (has_given_folder and session.state.logged_step)
         return ValueError(f"{error} --allow_changed on_bad_image") if is_resumable else error
     if BATCH_NORM_ERROR in str(error):
         return ValueError(f"BatchNorm failed: {error}. Increase --per_device_batch_size or --image_size")
     if NOT_DETERMINISTIC_ERROR in str(error):
-        operation = str(error).partition(NOT_DETERMINISTIC_ERROR)[0].strip()
+        operation, *_ = str(error).partition(NOT_DETERMINISTIC_ERROR)
         return ValueError(
-            f"--deterministic: {operation} has no deterministic implementation on GPUs. Replace this"
+            f"--deterministic: {operation.strip()} has no deterministic implementation on GPUs. Replace this"
             " operation in the script, or remove --deterministic"
         )
-    if ranks and (unused_names := unused_parameters(error, [*ranks.saver.training.layout.parameters])):
-        return ValueError(without_gradient(unused_names))
-    if ranks and ranks.record and isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return not_written("the run", ranks.record.folder, error)  # The script could not write a file
+    if session:
+        parameter_names = [*session.saver.training.layout.parameters]
+        if unused_names := unused_parameters(error, parameter_names):
+            return ValueError(without_gradient(unused_names))
+    if session and session.main_record and isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
+        return not_written("the run", session.main_record.folder, error)  # The script could not write a file
     return error
 
 
@@ -167,11 +172,14 @@ def out_of_memory_message(accelerator: Accelerator, batch: Batch, error: BaseExc
     smaller_batch_size = batch.smaller_per_device()
     advice = "Shard the model (fsdp_4gpu, zero3_4gpu, zero3_offload_4gpu), or use a smaller model"
     if smaller_batch_size:
+        accumulations = batch.total // (smaller_batch_size * batch.processes)
         advice = (
             f"Try --per_device_batch_size {smaller_batch_size}, which keeps --batch_size {batch.total} with"
-            f" {plural(batch.total // (smaller_batch_size * batch.processes), 'accumulation step')}. {advice}"
+            f" {plural(accumulations, 'accumulation step')}. {advice}"
         )
     device = device_name(accelerator)
-    first_line = str(error).partition("\n")[0]
-    error_quote = "" if "memory" in first_line or not first_line else f". The error was: {first_line}"
+    error_first_line, *_ = str(error).partition("\n")
+    error_quote = ""
+    if error_first_line and "memory" not in error_first_line:
+        error_quote = f". The error was: {error_first_line}"
     return f"out of memory on {device} with --per_device_batch_size {batch.per_device}. {advice}{error_quote}"

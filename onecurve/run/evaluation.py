@@ -18,7 +18,7 @@ from onecurve.models.preprocessing import IMAGENET_CROP, Crop
 from onecurve.numerics.augment import send, to_float
 from onecurve.numerics.order import choose_by_hash, evaluation_plan
 
-SHOWN_IMAGES = 16  # Number of sample predictions shown in plots/
+MAX_EXAMPLES = 16  # Maximum number of sample predictions shown in plots/
 # Maximum number of classes for which a confusion matrix is stored instead of the most frequent mistakes
 MAX_CONFUSION_CLASSES = 1000
 MAX_LISTED_MISTAKES = 20  # Maximum number of pairs that frequent_mistakes() returns
@@ -45,9 +45,9 @@ def frequent_mistakes(labels: np.ndarray, predicted: np.ndarray, class_count: in
     """
     is_wrong = labels != predicted
     pair_codes, counts = np.unique(labels[is_wrong] * class_count + predicted[is_wrong], return_counts=True)
-    most_frequent = np.argsort(-counts, kind="stable")[:MAX_LISTED_MISTAKES]
-    code_counts = np.c_[pair_codes, counts][most_frequent].tolist()
-    return [(code // class_count, code % class_count, count) for code, count in code_counts]
+    most_frequent_rows = np.argsort(-counts, kind="stable")[:MAX_LISTED_MISTAKES]
+    codes_with_counts = np.c_[pair_codes, counts][most_frequent_rows].tolist()
+    return [(code // class_count, code % class_count, count) for code, count in codes_with_counts]
 
 
 @dataclass(frozen=True)
@@ -63,21 +63,23 @@ class PredictedBatch:
         """Return a copy of the predictions for the samples in `ids`, so that the micro-batch can be freed."""
         rows = np.flatnonzero(np.isin(self.ids, ids))
         # Indexing with tensor[rows] would synchronize with the device.
-        sent_rows = send(torch.from_numpy(rows), self.labels.device)
-        selected = (tensor.index_select(0, sent_rows) for tensor in (self.pixels, self.labels, self.logits))
-        return PredictedBatch(self.ids[rows], *selected)
+        device_rows = send(torch.from_numpy(rows), self.labels.device)
+        selected_tensors = (
+            tensor.index_select(0, device_rows) for tensor in (self.pixels, self.labels, self.logits)
+        )
+        return PredictedBatch(self.ids[rows], *selected_tensors)
 
     def to(self, device: str) -> "PredictedBatch":
-        moved = (tensor.to(device) for tensor in (self.pixels, self.labels, self.logits))
-        return PredictedBatch(self.ids, *moved)
+        moved_tensors = (tensor.to(device) for tensor in (self.pixels, self.labels, self.logits))
+        return PredictedBatch(self.ids, *moved_tensors)
 
 
-class Watcher(Protocol):
+class EvaluationWatcher(Protocol):
     """Interface for objects that receive an evaluation's progress and predictions."""
 
     def show_progress(self, text: str) -> None: ...
 
-    def keep(self, confusion: Tensor | list[Mistake], examples: list[PredictedBatch]) -> None: ...
+    def keep_predictions(self, confusion: Tensor | list[Mistake], examples: list[PredictedBatch]) -> None: ...
 
 
 def evaluate(
@@ -90,7 +92,7 @@ def evaluate(
     mean: tuple[float, ...],
     std: tuple[float, ...],
     crop: Crop = IMAGENET_CROP,
-    watcher: Watcher,
+    watcher: EvaluationWatcher,
 ) -> dict[str, float]:
     """Evaluate a model on a split. All ranks must call this function.
 
@@ -104,10 +106,10 @@ def evaluate(
         std: Per-channel standard deviation, for pixels in [0, 1].
         crop: Method for resizing images, and for cropping images that stay encoded.
         watcher: Receiver of the evaluation's progress and predictions. show_progress() is called before each
-            micro-batch. keep() receives the confusion matrix, int64 [classes, classes] with one row per true
-            class, or the most frequent mistakes if there are more than MAX_CONFUSION_CLASSES classes. keep()
-            also receives this process's share of SHOWN_IMAGES sample predictions. The sample images do not
-            depend on the seed.
+            micro-batch. keep_predictions() receives the confusion matrix, int64 [classes, classes] with one
+            row per true class, or the most frequent mistakes if there are more than MAX_CONFUSION_CLASSES
+            classes. keep_predictions() also receives this process's share of MAX_EXAMPLES sample predictions.
+            The sample images do not depend on the seed.
 
     Returns:
         A dictionary with "loss", "accuracy", "images" and the metric of --best_by. All processes return the
@@ -115,25 +117,28 @@ def evaluate(
     """
     # [sum of the losses, sum of the metric that --best_by selects]
     metric_sums = torch.zeros(2, device=accelerator.device, dtype=torch.float64)
-    best_by = METRICS[recipe.best_by]
+    metric = METRICS[recipe.best_by]
     counts_by_class = confusion = None
-    labels_and_predictions, examples = list[Tensor](), []
-    expected_images = evaluated_count(split, recipe)
-    example_ids = choose_by_hash(len(split), min(SHOWN_IMAGES, expected_images))
+    labels_and_predictions: list[Tensor] = []
+    examples: list[PredictedBatch] = []
+    expected_count = evaluated_count(split, recipe)
+    example_ids = choose_by_hash(len(split), min(MAX_EXAMPLES, expected_count))
     show_progress = watcher.show_progress
+    loss_sum, metric_sum = metric_sums.unbind()  # Views of the two elements
     for outputs in predict_batches(accelerator, model, split, recipe, batch, mean, std, show_progress, crop):
         class_count, predicted = outputs.logits.shape[1], outputs.logits.argmax(1)
-        metric_sums[0] += exact_sum(F.cross_entropy(outputs.logits, outputs.labels, reduction="none"))
-        if best_by.value and not best_by.by_class:
-            metric_sums[1] += exact_sum(best_by.value(outputs.logits, outputs.labels).float())
+        loss_sum += exact_sum(F.cross_entropy(outputs.logits, outputs.labels, reduction="none"))
+        if metric.value and not metric.by_class:
+            metric_sum += exact_sum(metric.value(outputs.logits, outputs.labels).float())
         if counts_by_class is None:
             counts_by_class = torch.zeros(3, class_count, dtype=torch.int64, device=metric_sums.device)
         if confusion is None and class_count <= MAX_CONFUSION_CLASSES:
             confusion = torch.zeros(class_count, class_count, dtype=torch.int64, device=metric_sums.device)
         ones = torch.ones_like(predicted)
-        counts_by_class[0].index_add_(0, outputs.labels, ones)
-        counts_by_class[1].index_add_(0, predicted, ones)
-        counts_by_class[2].index_add_(0, predicted, (outputs.labels == predicted).long())
+        image_counts, prediction_counts, correct_counts = counts_by_class.unbind()
+        image_counts.index_add_(0, outputs.labels, ones)
+        prediction_counts.index_add_(0, predicted, ones)
+        correct_counts.index_add_(0, predicted, (outputs.labels == predicted).long())
         if confusion is not None:
             confusion.view(-1).index_add_(0, outputs.labels * class_count + predicted, ones)
         else:
@@ -141,19 +146,19 @@ def evaluate(
         if np.isin(outputs.ids, example_ids).any():
             examples.append(outputs.select(example_ids))
     counts_by_class = accelerator.reduce(counts_by_class, "sum")
-    images, _, correct_images = counts_by_class.sum(1).tolist()
-    assert images == expected_images, f"evaluated {images} of {expected_images} images"
+    image_count, _, correct_count = counts_by_class.sum(1).tolist()
+    assert image_count == expected_count, f"evaluated {image_count} of {expected_count} images"
     if confusion is not None:
-        watcher.keep(accelerator.reduce(confusion, "sum"), examples)
+        watcher.keep_predictions(accelerator.reduce(confusion, "sum"), examples)
     else:
-        arrays_by_rank = gather_object([torch.cat(labels_and_predictions, 1).cpu().numpy()])
-        all_labels, all_predicted = np.concatenate(arrays_by_rank, 1)
-        watcher.keep(frequent_mistakes(all_labels, all_predicted, class_count), examples)
-    loss, mean_metric = (accelerator.reduce(metric_sums, "sum") / images).tolist()
-    metrics = {"loss": loss, "accuracy": correct_images / images, "images": images}
+        label_arrays_by_rank = gather_object([torch.cat(labels_and_predictions, 1).cpu().numpy()])
+        all_labels, all_predicted = np.concatenate(label_arrays_by_rank, 1)
+        watcher.keep_predictions(frequent_mistakes(all_labels, all_predicted, class_count), examples)
+    loss, mean_metric = (accelerator.reduce(metric_sums, "sum") / image_count).tolist()
+    metrics = {"loss": loss, "accuracy": correct_count / image_count, "images": image_count}
     if recipe.best_by not in metrics:
         class_counts = counts_by_class.cpu().numpy()
-        metrics[recipe.best_by] = mean_of_classes(best_by, class_counts) if best_by.by_class else mean_metric
+        metrics[recipe.best_by] = mean_of_classes(metric, class_counts) if metric.by_class else mean_metric
     return metrics
 
 
@@ -186,18 +191,20 @@ def predict_batches(
     for buffer in model.buffers():  # All ranks use rank 0's BatchNorm statistics
         broadcast(buffer)
     model.eval()
-    device, size = accelerator.device, recipe.image_size
-    evaluated = evaluated_ids(split, recipe)
+    device, image_size = accelerator.device, recipe.image_size
+    ids_to_evaluate = evaluated_ids(split, recipe)
     rank, image_count = accelerator.process_index, evaluated_count(split, recipe)
     micro_batches = list(evaluation_plan(image_count, batch.per_device, batch.processes, rank))
-    plan = ((0, evaluated[positions]) for positions, _ in micro_batches)
+    epoch = 0  # Evaluations do not depend on the epoch
+    plan = ((epoch, ids_to_evaluate[positions]) for positions, _ in micro_batches)
     batches = split.batches(
-        plan, device=device, train=False, size=size, seed=recipe.seed, workers=recipe.workers, crop=crop
+        plan, device=device, train=False, size=image_size, seed=recipe.seed, workers=recipe.workers, crop=crop
     )
-    evaluated_images = 0
-    for (_, ids, pixels, labels), (_, valid) in zip(batches, micro_batches, strict=True):
-        show_progress(f"evaluated {evaluated_images:,} of {image_count:,} images")
-        evaluated_images += batch.per_device * batch.processes
-        logits = model(to_float(pixels, mean, std, size, crop.enlargement)).float()
-        yield PredictedBatch(ids[:valid], pixels[:valid], labels[:valid], logits[:valid])
+    finished_count = 0
+    for (_, ids, pixels, labels), (_, valid_count) in zip(batches, micro_batches, strict=True):
+        show_progress(f"evaluated {finished_count:,} of {image_count:,} images")
+        finished_count += batch.per_device * batch.processes
+        logits = model(to_float(pixels, mean, std, image_size, crop.enlargement)).float()
+        valid = slice(valid_count)  # Excludes the padding
+        yield PredictedBatch(ids[valid], pixels[valid], labels[valid], logits[valid])
     model.train()

@@ -24,12 +24,12 @@ from onecurve.checkpoint import format as checkpoints
 from onecurve.checkpoint.format import JSON_LIMIT_BYTES, Checkpoint, step_of, steps_in
 from onecurve.flags.recipe import Recipe, recipe_part
 from onecurve.run.identity import (
-    check_recipe,
     has_finished,
     has_trained,
     model_prefix,
     only_difference,
-    recorded_recipe,
+    read_recipe_file,
+    require_same_recipe,
     script_name,
     why_not_this_run,
     why_other_run,
@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # Imported at runtime only with --s3
     from onecurve.checkpoint.mirror import Mirror
     from onecurve.system.s3 import ObjectStore
 
+ANY_FOLDER_NAME = "*"  # Last part of --output_dir if the run chooses the folder's name
 SUBFOLDERS = ("checkpoints", "plots", "profile", "tensorboard", "wandb")  # Subfolders of a run folder
 # Maximum number of times that a launcher may restart a run without a new checkpoint
 MAX_FRUITLESS_RESTARTS = 3
@@ -59,9 +60,9 @@ IS_WRITTEN_BY_RUN: dict[str, Callable[[dict[str, Any]], bool]] = {
     "result.json": lambda result: result == {"status": "preempted"},
     STARTS_FILE: lambda start: isinstance(start.get("recipe"), dict),
 }
-FILE_PATTERNS = (*IS_WRITTEN_BY_RUN, "recipe.json", "metrics.jsonl", "samples.jsonl", "confusion.json")
-FILE_PATTERNS += ("telemetry-*.jsonl", "nvidia-smi-*.txt", "checkpoints/index.json", "plots/curves.png")
-FILE_PATTERNS += (
+RUN_FILE_PATTERNS = (*IS_WRITTEN_BY_RUN, "recipe.json", "metrics.jsonl", "samples.jsonl", "confusion.json")
+RUN_FILE_PATTERNS += ("telemetry-*.jsonl", "nvidia-smi-*.txt", "checkpoints/index.json", "plots/curves.png")
+RUN_FILE_PATTERNS += (
     "plots/confusion.png",
     "plots/predictions.png",
     "profile/trace.json.gz",
@@ -74,7 +75,7 @@ class RunFolder:
 
     Args:
         recipe: Recipe of the run.
-        name: Folder name, used unless --output_dir specifies a folder.
+        automatic_name: Folder name, used unless --output_dir specifies a folder.
         last_step: Last step of the run.
         heartbeat: Function called during long operations.
 
@@ -85,18 +86,19 @@ class RunFolder:
 
     mirror: "Mirror | None" = None
     checkpoint: Checkpoint | None = None
-    is_new = False  # True if the run begins at this start with the checkpoint of a different run
+    # True if the run begins at this start with the checkpoint of a different run
+    starts_from_other_run = False
     resumed_from: str | None = None  # Value of --resume at the run's first start
 
-    def __init__(self, recipe: Recipe, name: str, last_step: int, heartbeat: Heartbeat):
+    def __init__(self, recipe: Recipe, automatic_name: str, last_step: int, heartbeat: Heartbeat):
         self.recipe, self.last_step, self.heartbeat = recipe, last_step, heartbeat
-        if recipe.resume == "never" and _is_restarted():
+        if recipe.resume == "never" and _is_job_restartable():
             raise ValueError(
                 "--resume never would start a new run each time the launcher restarts the job. Remove this"
                 " flag, and choose a new --name or --output_dir"
             )
         self.leases: list[Lease] = []  # Leases on the folder and on the S3 prefix
-        self.path = self._lease_folder(name)
+        self.path = self._lease_folder(automatic_name)
         try:
             with explaining_write_errors("the run", self.path):
                 self._open_checkpoint()
@@ -104,16 +106,16 @@ class RunFolder:
             self.release()
             raise
 
-    def lost(self) -> str | None:
+    def lost_message(self) -> str | None:
         """Return a message if a different run has taken over the folder or the S3 prefix, or None."""
-        return next((lease.lost for lease in self.leases if lease.lost), None)
+        return next((lease.lost_message for lease in self.leases if lease.lost_message), None)
 
     def release(self) -> None:
         """Release the leases on the folder and the S3 prefix."""
         for lease in self.leases:
             lease.release()
 
-    def _lease_folder(self, name: str) -> Path:
+    def _lease_folder(self, automatic_name: str) -> Path:
         """Acquire the lease on the run's folder, and return the folder's path.
 
         The folder of a run that has just begun may not contain recipe.json yet, but the owner's record
@@ -121,68 +123,77 @@ class RunFolder:
         specifies the folder.
         """
         recipe = self.recipe
-        identity = {"script": script_name(), "recipe": recipe_part(recipe)}
-        for path in candidate_folders(recipe, name, self.last_step):
+        owner_details = {"script": script_name(), "recipe": recipe_part(recipe)}
+        for folder in candidate_folders(recipe, automatic_name, self.last_step):
             try:
-                with explaining_write_errors("the run", path):
-                    lease = Lease(FolderRecord(path), self.heartbeat, identity)
+                with explaining_write_errors("the run", folder):
+                    lease = Lease(FolderRecord(folder), self.heartbeat, owner_details)
                 # A different run may have used the folder while this process waited for the lease.
-                if not why_not_this_run(path, recipe, self.last_step):
+                if not why_not_this_run(folder, recipe, self.last_step):
                     self.leases.append(lease)
-                    return path
+                    return folder
                 lease.release()
             except AlreadyOwned as error:
-                usual_names = (name, name.removeprefix(model_prefix(recipe)))
-                is_elsewhere = not path.name.startswith(usual_names)  # A different job continues the run
-                is_given = Path(recipe.output_dir or "*").name != "*"
-                if is_given or not (is_elsewhere or why_other_run(error.record, recipe)):
+                usual_names = (automatic_name, automatic_name.removeprefix(model_prefix(recipe)))
+                # A different job continues a run whose name differs from this job's usual names.
+                is_other_jobs_run = not folder.name.startswith(usual_names)
+                is_folder_given = Path(recipe.output_dir or ANY_FOLDER_NAME).name != ANY_FOLDER_NAME
+                if is_folder_given or not (is_other_jobs_run or why_other_run(error.owner, recipe)):
                     raise
         raise AssertionError("folder numbers are unlimited")
 
     def _open_checkpoint(self) -> None:
         """Open the S3 mirror, and find the checkpoint from which the run resumes."""
-        path, resume = self.path, self.recipe.resume
-        for name in SUBFOLDERS:
-            refuse_link(path / name)
-        checkpoints.remove_temporary(path / "checkpoints")
+        for subfolder_name in SUBFOLDERS:
+            refuse_link(self.path / subfolder_name)
+        checkpoints.remove_temporary(self.path / "checkpoints")
         if self.recipe.s3:
             from onecurve.checkpoint.mirror import Mirror
             from onecurve.system.s3 import ObjectStore
 
             store = ObjectStore(self.recipe.s3)
             store.probe()
-            self.leases.append(Lease(PrefixRecord(store), self.heartbeat))
-            self.mirror = Mirror(store, path, self.recipe.keep_every, self.leases[-1].check)
+            prefix_lease = Lease(PrefixRecord(store), self.heartbeat)
+            self.leases.append(prefix_lease)
+            self.mirror = Mirror(store, self.path, self.recipe.keep_every, prefix_lease.check_owner)
         self.checkpoint = self._newest_own_checkpoint()
-        if resume not in ("auto", "never"):
-            self.is_new = self.checkpoint is None
-            self.checkpoint = self.checkpoint or _other_runs_checkpoint(path, resume, self.heartbeat)
+        resume = self.recipe.resume
+        has_resume_path = resume not in ("auto", "never")
+        if has_resume_path:
+            self.starts_from_other_run = self.checkpoint is None
+            self.checkpoint = self.checkpoint or _other_runs_checkpoint(self.path, resume, self.heartbeat)
         if self.checkpoint:
-            check_recipe(str(self.checkpoint.folder), self.checkpoint.manifest, self.recipe)
-            # On a new machine, recipe.json is missing, because the checkpoint was downloaded from the run's
-            # S3 prefix.
-            new_run = {"resumed_from": None if resume in ("auto", "never") else resume}
-            record = {} if self.is_new else recorded_recipe(path) or new_run
-            self.resumed_from = resume if self.is_new else record.get("resumed_from")
+            require_same_recipe(str(self.checkpoint.folder), self.checkpoint.manifest, self.recipe)
+            if self.starts_from_other_run:
+                self.resumed_from = resume
+            elif recipe_file := read_recipe_file(self.path):
+                self.resumed_from = recipe_file.get("resumed_from")
+            else:
+                # On a new machine, recipe.json is missing, because the checkpoint was downloaded from the
+                # run's S3 prefix.
+                self.resumed_from = resume if has_resume_path else None
 
     def _newest_own_checkpoint(self) -> Checkpoint | None:
         """Return the newest checkpoint in the folder or in S3. Download a newer checkpoint from S3."""
-        parent, checkpoint, damage = self.path / "checkpoints", None, None
+        checkpoints_folder = self.path / "checkpoints"
+        local_checkpoint = local_error = None
         try:
-            checkpoint = checkpoints.newest(parent, self.heartbeat)
+            local_checkpoint = checkpoints.newest(checkpoints_folder, self.heartbeat)
         except ValueError as error:
-            damage = error  # Raised below unless S3 contains an intact checkpoint
+            local_error = error  # Raised below unless S3 contains an intact checkpoint
         if self.mirror:
             from onecurve.checkpoint.mirror import committed, fetch_log, fetch_newest, read_manifest
             from onecurve.system.s3 import WrongSize
 
-            store, is_never = self.mirror.store, self.recipe.resume == "never"
-            local_step = checkpoint.step if checkpoint else -1
+            store, requires_new_run = self.mirror.store, self.recipe.resume == "never"
+            local_step = local_checkpoint.step if local_checkpoint else -1
             stored_step = max(committed(store), default=-1)
-            read_result = partial(_stored_json, store, "result.json")
-            is_only_stored = stored_step >= 0 and not steps_in(parent)
-            if is_only_stored and (is_never or has_finished(read_result, self.last_step)):
-                reason = ", but --resume never requires a new run" if is_never else ", which is finished"
+            read_stored_result = partial(_read_stored_json, store, "result.json")
+            is_only_in_s3 = stored_step >= 0 and not steps_in(checkpoints_folder)
+            if is_only_in_s3 and (requires_new_run or has_finished(read_stored_result, self.last_step)):
+                reason = ", which is finished"
+                if requires_new_run:
+                    reason = ", but --resume never requires a new run"
                 raise ValueError(
                     f"{store.url} already contains a run{reason}. Choose a different --s3 address"
                 )
@@ -191,20 +202,22 @@ class RunFolder:
             if stored_step >= 0:
                 # This checkpoint may be damaged. fetch_newest() then finds an intact checkpoint.
                 with contextlib.suppress(checkpoints.DamagedCheckpoint, WrongSize):
-                    check_recipe(store.url, read_manifest(store, stored_step)[1], self.recipe)
+                    _, stored_manifest = read_manifest(store, stored_step)
+                    require_same_recipe(store.url, stored_manifest, self.recipe)
             if stored_step > local_step:
                 # Download the logs first. After an interruption, the next start downloads the logs and the
                 # checkpoint again.
                 fetch_log(store, self.path)
-                check_lease = self.leases[-1].check
-                if fetch_newest(store, parent, local_step, self.heartbeat, check_lease) is not None:
-                    return checkpoints.newest(parent, self.heartbeat)
-        if damage:
-            raise damage
-        return checkpoint
+                check_prefix_owner = self.leases[-1].check_owner
+                fetch_newer = partial(fetch_newest, store, checkpoints_folder, local_step)
+                if fetch_newer(self.heartbeat, check_prefix_owner) is not None:
+                    return checkpoints.newest(checkpoints_folder, self.heartbeat)
+        if local_error:
+            raise local_error
+        return local_checkpoint
 
 
-def candidate_folders(recipe: Recipe, name: str, last_step: int | None) -> Iterator[Path]:
+def candidate_folders(recipe: Recipe, automatic_name: str, last_step: int | None) -> Iterator[Path]:
     """Create and yield folders that no other run uses.
 
     --output_dir specifies the folder. If the last part of --output_dir is `*`, the function tries the folder
@@ -215,7 +228,7 @@ def candidate_folders(recipe: Recipe, name: str, last_step: int | None) -> Itera
 
     Args:
         recipe: Recipe of the run.
-        name: Automatic name of the run.
+        automatic_name: Automatic name of the run.
         last_step: Last step of the run, or None if the step is unknown. If last_step is specified, the
             function logs the name of an unfinished run that is not resumed although at most one flag of its
             recipe differs.
@@ -224,56 +237,60 @@ def candidate_folders(recipe: Recipe, name: str, last_step: int | None) -> Itera
         ValueError: If --output_dir contains a different run or another program's files, or a recipe.json
             can't be read.
     """
-    is_reported = last_step is None
-    output_dir = Path(recipe.output_dir or "runs/*")
-    given_folder, parent = output_dir if output_dir.name != "*" else None, output_dir.parent / script_name()
-    old_name = name.removeprefix(model_prefix(recipe))  # Name of the run in version 1.0
+    is_hint_logged = last_step is None
+    output_dir = Path(recipe.output_dir or f"runs/{ANY_FOLDER_NAME}")
+    given_folder = output_dir if output_dir.name != ANY_FOLDER_NAME else None
+    runs_folder = output_dir.parent / script_name()
+    old_name = automatic_name.removeprefix(model_prefix(recipe))  # Name of the run in version 1.0
     resumable_names: list[str] = []  # Names of unfinished runs, to be tried first
-    if not given_folder and old_name != name:
-        resumable_names = [*_unfinished_run_names(parent, old_name, recipe, last_step)]
-    is_automatic = not (given_folder or resumable_names or recipe.name or recipe.s3)
-    if is_automatic and not any(_unfinished_run_names(parent, name, recipe, last_step)):
-        other_names = _unfinished_run_names_by_step(parent, recipe, last_step)
-        if _is_restarted():
-            resumable_names = other_names
-        elif other_names and not is_reported:
+    if not given_folder and old_name != automatic_name:
+        resumable_names = [*_unfinished_run_names(runs_folder, old_name, recipe, last_step)]
+    is_name_automatic = not (given_folder or resumable_names or recipe.name or recipe.s3)
+    if is_name_automatic and not any(_unfinished_run_names(runs_folder, automatic_name, recipe, last_step)):
+        other_run_names = _unfinished_run_names_by_step(runs_folder, recipe, last_step)
+        if _is_job_restartable():
+            resumable_names = other_run_names
+        elif other_run_names and not is_hint_logged:
+            furthest_run_name, *_ = other_run_names
             log.info(
-                f"{parent / other_names[0]} contains an unfinished run of this recipe that began with a"
-                " different number of processes or a different strategy. To resume that run instead of"
-                f" starting a new run, add --name {shlex.quote(other_names[0])}"
+                f"{runs_folder / furthest_run_name} contains an unfinished run of this recipe that began with"
+                " a different number of processes or a different strategy. To resume that run instead of"
+                f" starting a new run, add --name {shlex.quote(furthest_run_name)}"
             )
-    automatic_folders = map(parent.joinpath, itertools.chain(resumable_names, numbered(name)))
+    automatic_folders = map(runs_folder.joinpath, itertools.chain(resumable_names, numbered(automatic_name)))
     for folder in itertools.repeat(given_folder) if given_folder else automatic_folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"the folder {error.filename} can't be created: {error.strerror}") from None
-        reason = why_not_this_run(folder, recipe, last_step)
-        if file := _other_programs_file(folder):
+        mismatch_reason = why_not_this_run(folder, recipe, last_step)
+        if foreign_file := _foreign_file_name(folder):
             if given_folder:
                 raise ValueError(
-                    f"--output_dir {folder} contains {file}, but no run. A run would overwrite this file."
-                    " Choose a different folder, or move the file"
+                    f"--output_dir {folder} contains {foreign_file}, but no run. A run would overwrite this"
+                    " file. Choose a different folder, or move the file"
                 )
-        elif not reason:
+        elif not mismatch_reason:
             yield folder
         elif given_folder:
             raise ValueError(
-                f"--output_dir {folder} already contains a run{reason}. Choose a different folder, or move"
-                " the existing folder"
+                f"--output_dir {folder} already contains a run{mismatch_reason}. Choose a different"
+                " folder, or move the existing folder"
             )
-        elif not is_reported and (difference := only_difference(folder, recipe, last_step)):
-            is_reported = True
+        elif not is_hint_logged and (flag_difference := only_difference(folder, recipe, last_step)):
+            is_hint_logged = True
             log.info(
-                f"{folder} contains an unfinished run that differs in one flag ({difference}). To resume that"
-                " run, specify the earlier value of the flag"
+                f"{folder} contains an unfinished run that differs in one flag ({flag_difference}). To resume"
+                " that run, specify the earlier value of the flag"
             )
 
 
-def _unfinished_run_names(parent: Path, name: str, recipe: Recipe, last_step: int | None) -> Iterator[str]:
+def _unfinished_run_names(
+    parent: Path, base_name: str, recipe: Recipe, last_step: int | None
+) -> Iterator[str]:
     """Yield the names of unfinished runs of this recipe in the folders <name>, <name>-2 and so on."""
     existing_names = itertools.takewhile(
-        lambda run_name: (parent / run_name / "recipe.json").exists(), numbered(name)
+        lambda run_name: (parent / run_name / "recipe.json").exists(), numbered(base_name)
     )
     for run_name in existing_names:
         folder = parent / run_name
@@ -281,60 +298,64 @@ def _unfinished_run_names(parent: Path, name: str, recipe: Recipe, last_step: in
             yield run_name
 
 
-def _unfinished_run_names_by_step(parent: Path, recipe: Recipe, last_step: int | None) -> list[str]:
+def _unfinished_run_names_by_step(runs_folder: Path, recipe: Recipe, last_step: int | None) -> list[str]:
     """Return the names of this recipe's unfinished runs without a live owner, by descending step."""
-    newest_steps = {}  # {run name: step of the newest checkpoint}
-    for folder in sorted(parent.glob("*/")):
+    newest_step_by_name = {}  # {run name: step of the newest checkpoint}
+    for folder in sorted(runs_folder.glob("*/")):
         with contextlib.suppress(OSError, ValueError):  # The recipe.json of a different run may be damaged
-            recipe_file = recorded_recipe(folder) or {}
+            recipe_file = read_recipe_file(folder) or {}
             is_trained = isinstance(recipe_file.get("recipe"), dict) and has_trained(folder)
             # A restarted job may have lost a host. Lease waits for heartbeats from a lost host.
-            has_owner = is_owned(folder, 0) if _is_restarted() else is_owned(folder)
-            if is_trained and not has_owner and not why_not_this_run(folder, recipe, last_step):
-                newest_steps[folder.name] = max(steps_in(folder / "checkpoints"), default=0)
-    return sorted(newest_steps, key=lambda name: -newest_steps[name])
+            has_live_owner = is_owned(folder, max_silence_s=0) if _is_job_restartable() else is_owned(folder)
+            if is_trained and not has_live_owner and not why_not_this_run(folder, recipe, last_step):
+                newest_step_by_name[folder.name] = max(steps_in(folder / "checkpoints"), default=0)
+    return sorted(newest_step_by_name, key=lambda name: -newest_step_by_name[name])
 
 
-def _is_restarted() -> bool:
+def _is_job_restartable() -> bool:
     """Return True if the launcher may restart the job with a different number of processes."""
-    return bool(_max_restarts() or job_round()[1])
+    _, current_round = job_round()
+    return bool(_max_restarts() or current_round)
 
 
-def _other_programs_file(folder: Path) -> str | None:
+def _foreign_file_name(folder: Path) -> str | None:
     """Return the name of another program's file that a run would overwrite, or None if there is none."""
-    if "recipe" in (recorded_recipe(folder) or {}) or steps_in(folder / "checkpoints"):
+    recipe_file = read_recipe_file(folder) or {}
+    if "recipe" in recipe_file or steps_in(folder / "checkpoints"):
         return None
-    files = (file for pattern in FILE_PATTERNS for file in sorted(folder.glob(pattern)))
-    foreign_files = (file for file in files if file.lstat().st_size and not _is_leftover(file))
+    matching_files = (file for pattern in RUN_FILE_PATTERNS for file in sorted(folder.glob(pattern)))
+    foreign_files = (file for file in matching_files if file.lstat().st_size and not _is_leftover(file))
     return next((str(file.relative_to(folder)) for file in foreign_files), None)
 
 
 def _is_leftover(file: Path) -> bool:
     """Return True if the file was written by a run that ended before it wrote recipe.json."""
-    if not (is_written_by_run := IS_WRITTEN_BY_RUN.get(file.name)):
+    is_written_by_run = IS_WRITTEN_BY_RUN.get(file.name)
+    if is_written_by_run is None:
         return False
     try:
-        return is_written_by_run(next(json_lines(file), {}) if file.suffix == ".jsonl" else read_json(file))
+        content = next(json_lines(file), {}) if file.suffix == ".jsonl" else read_json(file)
+        return is_written_by_run(content)
     except (OSError, ValueError):
         return file.name == OWNER_FILE  # Lease handles an unreadable record
 
 
 def _other_runs_checkpoint(folder: Path, resume: str, heartbeat: Heartbeat) -> Checkpoint:
     """Return the checkpoint that --resume specifies, or the newest checkpoint of that run or S3 prefix."""
-    # The folder .step_others is temporary.
-    path, parent, checkpoint = Path(resume), folder / "checkpoints" / ".step_others", None
+    resume_path, checkpoint = Path(resume), None
     if resume.startswith("s3://"):
         from onecurve.checkpoint.mirror import fetch_newest
         from onecurve.system.s3 import ObjectStore
 
-        if fetch_newest(ObjectStore(resume), parent, -1, heartbeat) is not None:
-            checkpoint = checkpoints.newest(parent, heartbeat)
-    elif step_of(path.resolve().name) is not None:
-        return checkpoints.verify(path.resolve(), heartbeat)
+        temporary_folder = folder / "checkpoints" / ".step_others"
+        if fetch_newest(ObjectStore(resume), temporary_folder, -1, heartbeat) is not None:
+            checkpoint = checkpoints.newest(temporary_folder, heartbeat)
+    elif step_of(resume_path.resolve().name) is not None:
+        return checkpoints.verify(resume_path.resolve(), heartbeat)
     else:
-        for candidate in (path / "checkpoints", path):
-            if steps_in(candidate):
-                checkpoint = checkpoints.newest(candidate, heartbeat, ours=False)
+        for candidate_parent in (resume_path / "checkpoints", resume_path):
+            if steps_in(candidate_parent):
+                checkpoint = checkpoints.newest(candidate_parent, heartbeat, ours=False)
                 break
     if checkpoint is None:
         hint = "" if "://" in resume else ". Specify a run folder, or one of the run's checkpoints/step_*"
@@ -359,15 +380,17 @@ def count_restarts(folder: Path, step: int) -> None:
     if _max_restarts() == 0:
         return
     # Unique identifier of the launcher
-    launcher = f"{socket.gethostname()} {os.getppid()} {start_ticks(os.getppid())}"
-    restarts_file, fruitless_restarts = folder / "restarts.json", 0
+    launcher_id = f"{socket.gethostname()} {os.getppid()} {start_ticks(os.getppid())}"
+    restarts_file = folder / "restarts.json"
+    fruitless_restarts = 0
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         previous_restarts = read_json(restarts_file)
-        if (previous_restarts["launcher"], previous_restarts["step"]) == (launcher, step):
+        if (previous_restarts["launcher"], previous_restarts["step"]) == (launcher_id, step):
             fruitless_restarts = previous_restarts["fruitless"] + 1
             # A missing result.json raises an OSError.
-            fruitless_restarts -= read_json(folder / "result.json")["status"] == "preempted"
-    write_json(restarts_file, {"launcher": launcher, "step": step, "fruitless": fruitless_restarts})
+            was_asked_to_stop = read_json(folder / "result.json")["status"] == "preempted"
+            fruitless_restarts -= was_asked_to_stop
+    write_json(restarts_file, {"launcher": launcher_id, "step": step, "fruitless": fruitless_restarts})
     if fruitless_restarts > MAX_FRUITLESS_RESTARTS:
         raise ValueError(
             f"the launcher restarted the job {MAX_FRUITLESS_RESTARTS} times without a new checkpoint since"
@@ -376,7 +399,7 @@ def count_restarts(folder: Path, step: int) -> None:
         )
 
 
-def _stored_json(store: "ObjectStore", key: str) -> Any:
+def _read_stored_json(store: "ObjectStore", key: str) -> Any:
     return json.loads(store.read(key, JSON_LIMIT_BYTES) or b"")
 
 

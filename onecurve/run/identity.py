@@ -29,12 +29,14 @@ def run_name(accelerator: JobAccelerator, recipe: Recipe, batch: Batch) -> str:
     In scripts with --model, the default name begins with the model. In an elastic job, the number of hosts
     includes absent hosts.
     """
-    if name := recipe.filled_name():
-        return name
-    hosts, processes = most_hosts(), most_processes()
+    if given_name := recipe.filled_name():
+        return given_name
+    host_count, process_count = most_hosts(), most_processes()
     strategy = job.strategy(accelerator)
-    strategy = "ddp" if strategy == "single" and processes > 1 else strategy
-    return f"{model_prefix(recipe)}{strategy}_{batch.total}_{recipe.epochs}_{hosts}_{processes / hosts:g}"
+    if strategy == "single" and process_count > 1:  # Only one host of an elastic job is present
+        strategy = "ddp"
+    job_name = f"{strategy}_{batch.total}_{recipe.epochs}_{host_count}_{process_count / host_count:g}"
+    return model_prefix(recipe) + job_name
 
 
 def model_prefix(recipe: Recipe) -> str:
@@ -42,17 +44,18 @@ def model_prefix(recipe: Recipe) -> str:
     return re.sub(r"[^\w.-]+", "_", recipe.model) + "_" if recipe.model else ""
 
 
-def why_other_run(record: dict[str, Any], recipe: Recipe) -> str:
+def why_other_run(recorded_run: dict[str, Any], recipe: Recipe) -> str:
     """Return the reason why a run does not match a recipe.
 
-    The reason is empty if the run matches the recipe, or if the run's recipe is unknown. `record` is the
-    content of the run's recipe.json or owner.json.
+    The reason is empty if the run matches the recipe, or if the run's recipe is unknown. `recorded_run` is
+    the content of the run's recipe.json or owner.json.
     """
-    if not isinstance(record.get("recipe"), dict):
+    if not isinstance(recorded_run.get("recipe"), dict):
         return ""
-    if (script := record.get("script")) != script_name():
-        return f" of the script {script}"
-    if differences := "; ".join(recipe_differences(record["recipe"], recipe)):
+    recorded_script = recorded_run.get("script")
+    if recorded_script != script_name():
+        return f" of the script {recorded_script}"
+    if differences := "; ".join(recipe_differences(recorded_run["recipe"], recipe)):
         return f" with a different recipe ({differences}; --allow_changed can permit changed flags)"
     return ", but --resume never requires a new run" if recipe.resume == "never" else ""
 
@@ -65,25 +68,32 @@ def recipe_differences(recorded_flags: dict[str, Any], recipe: Recipe) -> list[s
     # Convert each value to the type it has after a JSON round trip
     current_flags = json.loads(json.dumps(recipe_part(recipe)))
     defaults = json.loads(json.dumps(recipe_part(type(recipe)())))
-    removed = [name for name in without_removed(recorded_flags) if name in REMOVED_FLAGS]
+    removed_flags = [name for name in without_removed(recorded_flags) if name in REMOVED_FLAGS]
     recorded_flags = recipe.without_derived(defaults | recorded_flags)
     path_flags = flags_where(type(recipe), "is_path")
-    return [f"--{name} was {recorded_flags[name]}, but this flag no longer exists" for name in removed] + [
-        f"--{name} was {recorded_flags[name]}, now {value}"
-        for name, value in current_flags.items()
-        if comparable(recorded_flags[name], name in path_flags) != comparable(value, name in path_flags)
-        and name not in recipe.allow_changed
+    differences = [
+        f"--{name} was {recorded_flags[name]}, but this flag no longer exists" for name in removed_flags
     ]
+    for name, current_value in current_flags.items():
+        recorded_value, is_path = recorded_flags[name], name in path_flags
+        has_changed = comparable(recorded_value, is_path) != comparable(current_value, is_path)
+        if has_changed and name not in recipe.allow_changed:
+            differences.append(f"--{name} was {recorded_value}, now {current_value}")
+    return differences
 
 
 def only_difference(folder: Path, recipe: Recipe, last_step: int | None) -> str:
     """Describe the only flag in which this script's unfinished run differs from a recipe, or return ""."""
-    record = recorded_recipe(folder) or {}
-    is_same_script = record.get("script") == script_name() and isinstance(record.get("recipe"), dict)
+    recorded_run = read_recipe_file(folder) or {}
+    recorded_flags = recorded_run.get("recipe")
+    is_same_script = recorded_run.get("script") == script_name() and isinstance(recorded_flags, dict)
     if not is_same_script or has_finished(partial(read_json, folder / "result.json"), last_step):
         return ""
-    differences = recipe_differences(record["recipe"], recipe)
-    return differences[0] if len(differences) == 1 else ""
+    differences = recipe_differences(recorded_run["recipe"], recipe)
+    if len(differences) != 1:
+        return ""
+    [difference] = differences
+    return difference
 
 
 def why_not_this_run(folder: Path, recipe: Recipe, last_step: int | None) -> str:
@@ -91,23 +101,24 @@ def why_not_this_run(folder: Path, recipe: Recipe, last_step: int | None) -> str
 
     The reason is empty for a folder without a run, and for an unfinished run of this recipe.
     """
-    record = recorded_recipe(folder)
-    if record is None or not has_trained(folder):
+    recorded_run = read_recipe_file(folder)
+    if recorded_run is None or not has_trained(folder):
         return ""  # No step was trained. The checkpoint's recipe is compared later
-    if reason := why_other_run(record, recipe):
+    if reason := why_other_run(recorded_run, recipe):
         return reason
-    if recipe.resume not in ("auto", record.get("resumed_from")) and not _is_own_path(folder, recipe.resume):
+    began_with_same_flag = recipe.resume in ("auto", recorded_run.get("resumed_from"))
+    if not began_with_same_flag and not _is_path_in_run(recipe.resume, folder):
         return f", which did not begin with --resume {recipe.resume}"
     is_finished = has_finished(partial(read_json, folder / "result.json"), last_step)
     return ", which is finished" if is_finished else ""
 
 
-def check_recipe(location: str, manifest: dict[str, Any], recipe: Recipe) -> None:
+def require_same_recipe(location: str, manifest: dict[str, Any], recipe: Recipe) -> None:
     """Raise ValueError if the checkpoint at `location` (a folder or address) has a different recipe."""
-    recorded = manifest.get("recipe")
+    recorded_flags = manifest.get("recipe")
     differences = "the checkpoint contains no recipe"
-    if isinstance(recorded, dict):
-        differences = "; ".join(recipe_differences(recorded, recipe))
+    if isinstance(recorded_flags, dict):
+        differences = "; ".join(recipe_differences(recorded_flags, recipe))
     if differences:
         raise ValueError(
             f"{location} belongs to a different recipe ({differences}). Specify the same flags, or list the"
@@ -119,7 +130,8 @@ def has_trained(folder: Path) -> bool:
     """Return True if the run in the folder wrote a checkpoint or logged a step."""
     if steps_in(folder / "checkpoints"):
         return True
-    return (log := folder / "metrics.jsonl").exists() and any(entry.get("step") for entry in json_lines(log))
+    metrics_file = folder / "metrics.jsonl"
+    return metrics_file.exists() and any(log_entry.get("step") for log_entry in json_lines(metrics_file))
 
 
 def has_finished(read_result: Callable[[], Any], last_step: int | None) -> bool:
@@ -133,28 +145,33 @@ def has_finished(read_result: Callable[[], Any], last_step: int | None) -> bool:
     try:
         result = read_result()
         is_complete = result["status"] == "finished" and result.get("uploaded") is not False
-        may_continue = (result.get("stopped_by") or "--max_steps").startswith("--max_steps")
-        has_all_steps = last_step is None or not may_continue or result["steps"] >= last_step
-        return is_complete and has_all_steps
+        early_end_cause = result.get("stopped_by")
+        may_continue = not early_end_cause or early_end_cause.startswith("--max_steps")
+        includes_last_step = last_step is None or not may_continue or result["steps"] >= last_step
+        return is_complete and includes_last_step
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
-def recorded_recipe(folder: Path) -> dict[str, Any] | None:
+def read_recipe_file(folder: Path) -> dict[str, Any] | None:
     """Return the content of recipe.json, or None without that file. Raise ValueError if reading fails."""
-    file = folder / "recipe.json"
+    recipe_file = folder / "recipe.json"
     try:
-        return read_json(file) if file.exists() else None
+        return read_json(recipe_file) if recipe_file.exists() else None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "the file is empty or damaged"
         raise ValueError(
-            f"{file} can't be read ({reason}), so the recipe of the run in {folder} is unknown. Delete the"
-            " file to resume from the newest checkpoint, or move the folder to start a new run"
+            f"{recipe_file} can't be read ({reason}), so the recipe of the run in {folder} is unknown."
+            " Delete the file to resume from the newest checkpoint, or move the folder to start a new run"
         ) from None
 
 
-def _is_own_path(folder: Path, resume: str) -> bool:
+def _is_path_in_run(resume: str, folder: Path) -> bool:
     """Return True if --resume specifies this run's folder or the newest checkpoint in it."""
-    resume_path, own_checkpoints = Path(resume).resolve(), folder.resolve() / "checkpoints"
-    newest_checkpoint = [own_checkpoints / step_name(step) for step in steps_in(own_checkpoints)[:1]]
-    return resume_path in (own_checkpoints.parent, own_checkpoints, *newest_checkpoint)
+    run_folder = folder.resolve()
+    checkpoints_folder = run_folder / "checkpoints"
+    own_paths = [run_folder, checkpoints_folder]
+    if checkpoint_steps := steps_in(checkpoints_folder):
+        newest_step, *_ = checkpoint_steps
+        own_paths.append(checkpoints_folder / step_name(newest_step))
+    return Path(resume).resolve() in own_paths

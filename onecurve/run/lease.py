@@ -27,37 +27,38 @@ from onecurve.system.text import redacted
 if TYPE_CHECKING:  # Imported lazily at runtime
     from onecurve.system.s3 import ObjectStore
 
-HEARTBEAT_S = 20  # Seconds between an owner's heartbeats
+HEARTBEAT_INTERVAL_S = 20  # Seconds between an owner's heartbeats
 # Seconds without a heartbeat after which an owner on a different machine is considered dead
-SILENCE_S = 65
-RELEASE_WAIT_S = 5  # Maximum number of seconds that release() waits
+MAX_SILENCE_S = 65
+MAX_RELEASE_WAIT_S = 5  # Maximum number of seconds that release() waits
 OWNER_FILE = "owner.json"  # Name of the file that contains the owner's record
 
 
 class AlreadyOwned(ValueError):
-    """Error for a folder or S3 prefix that has a live owner. `record` is the content of owner.json."""
+    """Error for a folder or S3 prefix that has a live owner. `owner` is the content of owner.json."""
 
-    def __init__(self, message: str, record: dict[str, Any]):
+    def __init__(self, message: str, owner: dict[str, Any]):
         super().__init__(message)
-        self.record = record
+        self.owner = owner
 
 
 class FolderRecord:
     """Owner's record in a folder. Readers assume that an empty record belongs to a different machine.
 
-    The attribute `flag` is the flag with which a user selects a different folder.
+    The attribute `location_flag` is the flag with which a user selects a different folder.
     """
 
-    flag = "--output_dir"
+    location_flag = "--output_dir"
 
     def __init__(self, folder: Path):
-        self.name, self.path = str(folder), folder / OWNER_FILE
+        self.location = str(folder)
+        self.path = folder / OWNER_FILE
 
-    def create(self, text: str) -> bool:
+    def create(self, record_text: str) -> bool:
         """Create the record. Return False if a record already exists."""
         try:
-            with open(self.path, "x") as file:
-                file.write(text)
+            with open(self.path, "x") as owner_file:
+                owner_file.write(record_text)
         except FileExistsError:
             return False
         except OSError:  # The disk may be full
@@ -71,10 +72,10 @@ class FolderRecord:
         except FileNotFoundError:
             return None
 
-    def replace(self, text: str) -> None:
-        write_text(self.path, text)
+    def replace(self, record_text: str) -> None:
+        write_text(self.path, record_text)
 
-    def remove(self, text: str) -> None:
+    def remove(self, record_text: str) -> None:
         """Remove the record by renaming its file, so that only one process can remove the record.
 
         Keep a newer record.
@@ -82,139 +83,163 @@ class FolderRecord:
         renamed_path = self.path.with_name(f".{OWNER_FILE}.{secrets.token_hex(4)}")
         with contextlib.suppress(FileNotFoundError):
             self.path.rename(renamed_path)
-            if (newer_text := renamed_path.read_text()) != text:
-                self.create(newer_text)
+            renamed_text = renamed_path.read_text()
+            if renamed_text != record_text:
+                self.create(renamed_text)
             renamed_path.unlink()
 
 
 class PrefixRecord:
     """Owner's record under an S3 prefix, with the same interface as FolderRecord."""
 
-    flag = "--s3"
+    location_flag = "--s3"
 
-    def __init__(self, store: "ObjectStore"):
-        self.name, self.store = store.url, store
+    def __init__(self, object_store: "ObjectStore"):
+        self.location = object_store.url
+        self.object_store = object_store
 
-    def create(self, text: str) -> bool:
-        return self.store.create(OWNER_FILE, text.encode())
+    def create(self, record_text: str) -> bool:
+        return self.object_store.create(OWNER_FILE, record_text.encode())
 
     def read(self) -> str | None:
-        content = self.store.read(OWNER_FILE)
-        return None if content is None else content.decode(errors="replace")
+        record_bytes = self.object_store.read(OWNER_FILE)
+        return None if record_bytes is None else record_bytes.decode(errors="replace")
 
-    def replace(self, text: str) -> None:
-        self.store.write(OWNER_FILE, text.encode())
+    def replace(self, record_text: str) -> None:
+        self.object_store.write(OWNER_FILE, record_text.encode())
 
-    def remove(self, text: str) -> None:
-        if self.read() == text:
-            self.store.delete([OWNER_FILE])
+    def remove(self, record_text: str) -> None:
+        if self.read() == record_text:
+            self.object_store.delete([OWNER_FILE])
 
 
-Record = FolderRecord | PrefixRecord
+RecordFile = FolderRecord | PrefixRecord
 
 
 class Lease:
     """Lease on a folder or S3 prefix. The constructor acquires the lease, and release() ends it.
 
     Args:
-        store: Record of the folder or S3 prefix.
+        record_file: Record of the folder or S3 prefix.
         heartbeat: Function called about every second while the constructor waits for a heartbeat from an
             owner on a different machine.
-        details: Additional entries for the record.
+        owner_details: Additional entries for the record.
 
     Raises:
         AlreadyOwned: If the owner is alive. The message names the owner's host, process and start time.
     """
 
-    def __init__(self, store: Record, heartbeat: Callable[[], None], details: dict[str, Any] | None = None):
-        self.store = store
-        self.record = {**(details or {}), **_this_process(), "id": secrets.token_hex(8), "beat": 0}
-        self.lost: str | None = None  # Message that is set when a different run has taken over
-        while not store.create(json.dumps(self.record)):
-            _wait_for_owner_to_end(store, heartbeat)
-        self.released = threading.Event()
-        self.thread = threading.Thread(target=self._keep_alive, daemon=True)
-        self.thread.start()
+    def __init__(
+        self,
+        record_file: RecordFile,
+        heartbeat: Callable[[], None],
+        owner_details: dict[str, Any] | None = None,
+    ):
+        self.record_file = record_file
+        self.record = {**(owner_details or {}), **_this_process(), "id": secrets.token_hex(8), "beat": 0}
+        self.lost_message: str | None = None  # Set when a different run has taken over
+        while not record_file.create(json.dumps(self.record)):
+            _wait_for_owner_to_end(record_file, heartbeat)
+        self.release_requested = threading.Event()
+        self.heartbeat_thread = threading.Thread(target=self._send_heartbeats, daemon=True)
+        self.heartbeat_thread.start()
 
-    def check(self) -> str | None:
+    def check_owner(self) -> str | None:
         """Read the record again. Return a message if a different run has taken over, or None."""
-        record_text = self.store.read()
-        if (
-            record_text is None
-        ):  # A user removed the record, or a run took over while this process was suspended
-            self.lost = (
-                f"{self.store.name} no longer contains {OWNER_FILE}. A user deleted this file, or another run"
-                f" used {self.store.name}"
+        location, record_text = self.record_file.location, self.record_file.read()
+        current_owner = _parsed_record(record_text)
+        if record_text is None:
+            # A user removed the record, or a run took over while this process was suspended
+            self.lost_message = (
+                f"{location} no longer contains {OWNER_FILE}. A user deleted this file, or another run"
+                f" used {location}"
             )
-        elif (current_owner := _parsed_record(record_text)).get("id") != self.record["id"]:
-            self.lost = f"{self.store.name} was taken over by {_owner_in_words(current_owner)}"
-        return self.lost
+        elif current_owner.get("id") != self.record["id"]:
+            self.lost_message = f"{location} was taken over by {_owner_in_words(current_owner)}"
+        return self.lost_message
 
     def release(self) -> None:
-        """Stop the heartbeats and remove the record. Wait at most RELEASE_WAIT_S seconds for both steps."""
-        self.released.set()
-        self.thread.join(RELEASE_WAIT_S)
+        """Stop the heartbeats and remove the record. Wait at most MAX_RELEASE_WAIT_S seconds for both."""
+        self.release_requested.set()
+        self.heartbeat_thread.join(MAX_RELEASE_WAIT_S)
 
-    def _keep_alive(self) -> None:
+    def _send_heartbeats(self) -> None:
         # Errors are ignored here, because checkpoints report a full disk, and the mirror reports errors of
         # the S3 store (StoreError, a ValueError).
-        while not self.released.wait(HEARTBEAT_S) and not self.lost:
+        while not self.release_requested.wait(HEARTBEAT_INTERVAL_S) and not self.lost_message:
             with contextlib.suppress(OSError, ValueError):
-                if not self.check():
+                if not self.check_owner():
                     self.record["beat"] += 1
-                    self.store.replace(json.dumps(self.record))
+                    self.record_file.replace(json.dumps(self.record))
         with contextlib.suppress(OSError, ValueError):
-            if not self.check():
-                self.store.remove(json.dumps(self.record))
+            if not self.check_owner():
+                self.record_file.remove(json.dumps(self.record))
 
 
-def is_owned(folder: Path, silent_s: float = SILENCE_S) -> bool:
+def is_owned(folder: Path, max_silence_s: float = MAX_SILENCE_S) -> bool:
     """Return True if the record in a run folder indicates a live owner, without waiting for a heartbeat.
 
-    An owner on a different machine is considered dead after `silent_s` seconds without a heartbeat.
+    An owner on a different machine is considered dead after `max_silence_s` seconds without a heartbeat.
     """
     with contextlib.suppress(OSError):
-        record, (job, current_round) = _parsed_record(FolderRecord(folder).read()), job_round()
-        if record.get("machine") == _machine_id():
-            return is_running(record.get("pid", 0), record.get("start_ticks"))
-        is_earlier_round = record.get("job") == job and record.get("round") in range(current_round)
-        return not is_earlier_round and time.time() - (folder / OWNER_FILE).stat().st_mtime < silent_s
+        owner = _parsed_record(FolderRecord(folder).read())
+        if _is_on_this_machine(owner):
+            return _is_owner_running(owner)
+        silence_s = time.time() - (folder / OWNER_FILE).stat().st_mtime
+        return not _is_from_earlier_round(owner) and silence_s < max_silence_s
     return False
 
 
-def _wait_for_owner_to_end(store: Record, heartbeat: Callable[[], None]) -> None:
+def _is_on_this_machine(owner: dict[str, Any]) -> bool:
+    return owner.get("machine") == _machine_id()
+
+
+def _is_owner_running(owner: dict[str, Any]) -> bool:
+    """Return True if the process of an owner on this machine is running."""
+    return is_running(owner.get("pid", 0), owner.get("start_ticks"))
+
+
+def _is_from_earlier_round(owner: dict[str, Any]) -> bool:
+    """Return True if launch.py has ended the owner's round of this process's job."""
+    job, current_round = job_round()
+    return owner.get("job") == job and owner.get("round") in range(current_round)
+
+
+def _wait_for_owner_to_end(record_file: RecordFile, heartbeat: Callable[[], None]) -> None:
     """Wait until the record is removed, or remove a dead owner's record.
 
     Raise AlreadyOwned if the owner is alive.
     """
-    record_text = store.read()
+    location, record_text = record_file.location, record_file.read()
     if record_text is None:
         return
-    record, (job, current_round) = _parsed_record(record_text), job_round()
-    owner = _owner_in_words(record)
-    refusal = AlreadyOwned(
-        f"{store.name} is in use by {owner}. Stop that process, or choose a different {store.flag}", record
-    )
-    if record.get("machine") == _machine_id():
-        if is_running(record.get("pid", 0), record.get("start_ticks")):
-            raise refusal
-    elif record.get("job") != job or record.get("round") not in range(current_round):
-        wait = f"Waiting up to {SILENCE_S} s for a heartbeat of the owner"
-        log.info(f"{store.name} is leased by {owner}. {wait}")
-        deadline = time.monotonic() + SILENCE_S
-        while time.monotonic() < deadline:
+    owner = _parsed_record(record_text)
+    owner_in_words = _owner_in_words(owner)
+    advice = f"Stop that process, or choose a different {record_file.location_flag}"
+    already_owned = AlreadyOwned(f"{location} is in use by {owner_in_words}. {advice}", owner)
+    if _is_on_this_machine(owner):
+        if _is_owner_running(owner):
+            raise already_owned
+    elif not _is_from_earlier_round(owner):
+        log.info(
+            f"{location} is leased by {owner_in_words}."
+            f" Waiting up to {MAX_SILENCE_S} s for a heartbeat of the owner"
+        )
+        deadline_s = time.monotonic() + MAX_SILENCE_S
+        while time.monotonic() < deadline_s:
             heartbeat()
             time.sleep(1)
-            newer_text = store.read()
+            newer_text = record_file.read()
             if newer_text is None:
                 return
             if newer_text != record_text:
-                raise refusal
-    log.info(f"taking over {store.name}, because {owner} has ended")
-    store.remove(record_text)
+                raise already_owned
+    log.info(f"taking over {location}, because {owner_in_words} has ended")
+    record_file.remove(record_text)
 
 
 def _this_process() -> dict[str, Any]:
+    """Return the entries of an owner's record that identify this process."""
     job, current_round = job_round()
     return {
         "host": socket.gethostname(),
@@ -236,13 +261,13 @@ def _machine_id() -> str:
     return f"{boot_id} {namespace}"
 
 
-def _owner_in_words(record: dict[str, Any]) -> str:
-    host, pid, since = (redacted(str(record.get(key, "unknown"))) for key in ("host", "pid", "since"))
+def _owner_in_words(owner: dict[str, Any]) -> str:
+    host, pid, since = (redacted(str(owner.get(key, "unknown"))) for key in ("host", "pid", "since"))
     return f"process {pid} on host {host} (started {since})"
 
 
-def _parsed_record(text: str | None) -> dict[str, Any]:
+def _parsed_record(record_text: str | None) -> dict[str, Any]:
     try:
-        return parse_json(text or "{}", OWNER_FILE)
+        return parse_json(record_text or "{}", OWNER_FILE)
     except ValueError:
         return {}

@@ -14,7 +14,7 @@ from torch import Tensor
 from onecurve.flags.recipe import Recipe
 from onecurve.numerics.order import Steps
 from onecurve.run.predictions import Predictions
-from onecurve.run.schemas import Mark, MetricsLine, RecipeFile
+from onecurve.run.schemas import MetricsLine, RecipeFile, RunEvent
 from onecurve.run.state import RunState
 from onecurve.system.env import EVENTS_FILE_VARIABLE, report_event
 from onecurve.system.files import check_regular, not_written, read_lines, write_json, write_text
@@ -33,36 +33,40 @@ class RunLog:
     Args:
         folder: Folder of the run.
         recipe: Recipe of the run.
-        manifest: Content of recipe.json without the tracker ids.
+        recipe_file: Content of recipe.json without the tracker ids.
         state: State at which the run starts or resumes.
         steps: Training steps of the run.
     """
 
     trackers: "Trackers | None" = None
 
-    def __init__(self, folder: Path, recipe: Recipe, manifest: RecipeFile, state: RunState, steps: Steps):
+    def __init__(self, folder: Path, recipe: Recipe, recipe_file: RecipeFile, state: RunState, steps: Steps):
         self.folder, self.state, self.steps_per_epoch = folder, state, steps.per_epoch
         self.problem: str | None = None
-        self.scalars: dict[str, float | Tensor] = {}  # Scalars from the script for the next log line
+        self.pending_scalars: dict[str, float | Tensor] = {}  # Scalars from the script for the next log line
         self.val_images_by_class: list[int] = []  # Number of images per class in the last evaluation
         # Value of time.monotonic() after which the next step is reported to launch.py
-        self.report_at = 0.0 if EVENTS_FILE_VARIABLE in os.environ else math.inf
-        metrics_file, samples_file = folder / "metrics.jsonl", folder / "samples.jsonl"
-        kept_entries = _remove_later_entries(metrics_file, state)
-        if samples_file.is_symlink():  # The target of the link may not belong to the run
-            samples_file.unlink()
-        if recipe.log_samples and samples_file.exists():
-            _truncate_after(samples_file, state.step)
-        mark_entries = [entry for entry in kept_entries if {"interrupted_at", "resumed_at"} & set(entry)]
-        self.was_interrupted = bool(mark_entries) and "interrupted_at" in mark_entries[-1]
+        self.next_report_time_s = 0.0 if EVENTS_FILE_VARIABLE in os.environ else math.inf
+        metrics_path, samples_path = folder / "metrics.jsonl", folder / "samples.jsonl"
+        kept_entries = _remove_later_entries(metrics_path, state)
+        if samples_path.is_symlink():  # The target of the link may not belong to the run
+            samples_path.unlink()
+        if recipe.log_samples and samples_path.exists():
+            _truncate_after(samples_path, state.step)
+        interruption_entries = [
+            entry for entry in kept_entries if {"interrupted_at", "resumed_at"} & set(entry)
+        ]
+        self.was_interrupted = bool(interruption_entries) and "interrupted_at" in interruption_entries[-1]
         if "none" not in recipe.trackers:
             from onecurve.run.trackers import Trackers
 
-            self.trackers = Trackers(recipe.trackers, folder, manifest, state)
-        write_json(folder / "recipe.json", {**manifest, **self.tracker_ids()})
-        self.metrics = open(metrics_file, "a", buffering=1)  # noqa: SIM115 (closed in close)
-        self.samples = open(samples_file, "a", buffering=1) if recipe.log_samples else None  # noqa: SIM115
-        val_name = "holdout" if manifest["recipe"].get("holdout") else "val"
+            self.trackers = Trackers(recipe.trackers, folder, recipe_file, state)
+        write_json(folder / "recipe.json", {**recipe_file, **self.tracker_ids()})
+        self.metrics_file = open(metrics_path, "a", buffering=1)  # noqa: SIM115 (closed in close)
+        self.samples_file: TextIO | None = None
+        if recipe.log_samples:
+            self.samples_file = open(samples_path, "a", buffering=1)  # noqa: SIM115
+        val_name = "holdout" if recipe_file["recipe"].get("holdout") else "val"
         self.progress = TrainingProgress(recipe.epochs, state.step, steps.last, recipe.unit, val_name)
 
     def tracker_ids(self) -> dict[str, str]:
@@ -71,31 +75,32 @@ class RunLog:
 
     def end_step(self) -> None:
         """Report the step to launch.py at most once per second, and log the end of an interruption."""
-        if time.monotonic() > self.report_at:
-            self.report_at = time.monotonic() + 1
+        if time.monotonic() > self.next_report_time_s:
+            self.next_report_time_s = time.monotonic() + 1
             report_event("step", step=self.state.step)
         if self.was_interrupted:
-            self.write_mark({"resumed_at": time.time()})
+            self.write_entry({"resumed_at": time.time()})
             self.was_interrupted = False
 
-    def write(self, values: dict[str, float], telemetry: dict[str, float] | None = None) -> None:
-        """Log a line with `values` and the script's finite scalars.
+    def log_metrics(self, metrics: dict[str, float], telemetry_means: dict[str, float] | None = None) -> None:
+        """Log a line with `metrics` and the script's finite scalars.
 
         Only the trackers receive the telemetry.
         """
-        scalars, self.scalars = self.scalars, {}
-        values = {name: float(value) for name, value in scalars.items() if math.isfinite(value)} | values
-        entry = self.write_mark(values)
+        scalars, self.pending_scalars = self.pending_scalars, {}
+        finite_scalars = {name: float(value) for name, value in scalars.items() if math.isfinite(value)}
+        logged_values = finite_scalars | metrics
+        entry = self.write_entry(logged_values)
         step = int(entry.pop("step"))
         try:
             if self.trackers:
-                self.trackers.log({**entry, **(telemetry or {})}, step)
+                self.trackers.log({**entry, **(telemetry_means or {})}, step)
         except OSError as error:
             self._set_problem("the trackers' files", error)
-        self.progress.show(step, entry["epoch"], values)
+        self.progress.show(step, entry["epoch"], logged_values)
 
-    def write_metrics(
-        self, prefix: str, metrics: dict[str, float], predictions: Predictions, **subject: Any
+    def log_evaluation(
+        self, stage: str, metrics: dict[str, float], predictions: Predictions, **confusion_subject: Any
     ) -> None:
         """Log a line of metrics and, for a model with classes, write confusion.json.
 
@@ -103,23 +108,25 @@ class RunLog:
         contains the number of validation images per class.
 
         Args:
-            prefix: First part of the metric names, either `val` or `test`.
+            stage: First part of the metric names, either `val` or `test`.
             metrics: Metrics that evaluate() returned.
             predictions: Predictions from the evaluation.
-            subject: Entries for confusion.json that describe the evaluated weights and images, such as
-                `step`.
+            confusion_subject: Entries for confusion.json that describe the evaluated weights and images, such
+                as `step`.
         """
-        self.write({f"{prefix}/{name}": value for name, value in metrics.items() if name != "images"})
-        if not (confusion := predictions.as_json()):
+        self.log_metrics({f"{stage}/{name}": value for name, value in metrics.items() if name != "images"})
+        confusion_entries = predictions.confusion_entries()
+        if not confusion_entries:
             return
-        if "confusion" in confusion:
-            counts = [sum(row) for row in confusion["confusion"]]
-            if prefix == "val":
-                self.val_images_by_class = counts
+        if "confusion" in confusion_entries:
+            images_by_class = [sum(row) for row in confusion_entries["confusion"]]
+            if stage == "val":
+                self.val_images_by_class = images_by_class
             elif self.val_images_by_class:
-                confusion["val_images"] = self.val_images_by_class
+                confusion_entries["val_images"] = self.val_images_by_class
         try:
-            write_text(self.folder / "confusion.json", json.dumps(subject | confusion) + "\n")
+            confusion_json = json.dumps(confusion_subject | confusion_entries)
+            write_text(self.folder / "confusion.json", confusion_json + "\n")
         except OSError as error:
             self._set_problem("confusion.json", error)
 
@@ -131,26 +138,26 @@ class RunLog:
                 current step.
             ids_per_step: Number of sample ids per process and step.
         """
-        assert self.samples
-        steps = len(ids_by_rank[0]) // ids_per_step
-        first_step = self.state.step - steps + 1
-        for step_index in range(steps):
+        assert self.samples_file
+        step_count = len(ids_by_rank[0]) // ids_per_step
+        first_step = self.state.step - step_count + 1
+        for step_index in range(step_count):
             step_slice = slice(step_index * ids_per_step, (step_index + 1) * ids_per_step)
-            ids = [sample for rank_ids in ids_by_rank for sample in rank_ids[step_slice]]
-            self._write_entry(self.samples, {"step": first_step + step_index, "samples": ids})
+            ids_in_step = [sample_id for rank_ids in ids_by_rank for sample_id in rank_ids[step_slice]]
+            self._write_line(self.samples_file, {"step": first_step + step_index, "samples": ids_in_step})
 
-    def close(self, failed: bool) -> None:
+    def close(self, has_failed: bool) -> None:
         """Close the files and trackers, even if the disk is full. Further calls have no effect."""
-        for file in (self.metrics, self.samples):
+        for log_file in (self.metrics_file, self.samples_file):
             with contextlib.suppress(OSError):
-                if file:
-                    file.close()
+                if log_file:
+                    log_file.close()
         with contextlib.suppress(OSError):
             trackers, self.trackers = self.trackers, None
             if trackers:
-                trackers.finish(failed)
+                trackers.finish(has_failed)
 
-    def write_mark(self, values: Mark | dict[str, float]) -> dict[str, Any]:
+    def write_entry(self, values: RunEvent | dict[str, float]) -> dict[str, Any]:
         """Write a line with an event or metrics to metrics.jsonl, but not to trackers. Return the line."""
         step = self.state.step
         position: MetricsLine = {
@@ -159,10 +166,10 @@ class RunLog:
             "wall_s": self.state.wall_now_s(),
         }
         entry = {**position, **values}
-        self._write_entry(self.metrics, entry)
+        self._write_line(self.metrics_file, entry)
         return entry
 
-    def _write_entry(self, file: TextIO, entry: dict[str, Any]) -> None:
+    def _write_line(self, file: TextIO, entry: dict[str, Any]) -> None:
         if file.closed:  # A signal arrived during the upload at the end of the run
             return
         try:
@@ -170,47 +177,49 @@ class RunLog:
         except OSError as error:
             self._set_problem(file.name, error)
 
-    def _set_problem(self, file: str, error: OSError) -> None:
-        self.problem = self.problem or str(not_written(Path(file).name, self.folder, error))
+    def _set_problem(self, file_name: str, error: OSError) -> None:
+        self.problem = self.problem or str(not_written(Path(file_name).name, self.folder, error))
 
 
-def host_change(written_by: dict[str, Any], manifest: RecipeFile) -> Mark:
+def host_change(written_by: dict[str, Any], recipe_file: RecipeFile) -> RunEvent:
     """Return the previous and current numbers of hosts and processes, or {} if they have not changed.
 
     The result is also {} if the previous numbers are unknown.
 
     Args:
         written_by: `written_by` entry in the manifest of the checkpoint from which the run resumes.
-        manifest: Content of recipe.json at this start.
+        recipe_file: Content of recipe.json at this start.
     """
-    hosts_before, processes_before = len(written_by.get("hosts", ())), written_by.get("processes", 0)
-    hosts, processes = len(manifest["hosts"]), len(manifest["devices"])
-    is_known = all((hosts_before, processes_before))
-    if not is_known or (hosts, processes) == (hosts_before, processes_before):
+    previous_host_count = len(written_by.get("hosts", ()))
+    previous_process_count = written_by.get("processes", 0)
+    host_count, process_count = len(recipe_file["hosts"]), len(recipe_file["devices"])
+    are_previous_known = all((previous_host_count, previous_process_count))
+    if not are_previous_known or (host_count, process_count) == (previous_host_count, previous_process_count):
         return {}
     return {
-        "hosts": hosts,
-        "processes": processes,
-        "hosts_before": hosts_before,
-        "processes_before": processes_before,
+        "hosts": host_count,
+        "processes": process_count,
+        "hosts_before": previous_host_count,
+        "processes_before": previous_process_count,
     }
 
 
-def _remove_later_entries(file: Path, state: RunState) -> list[dict[str, Any]]:
+def _remove_later_entries(metrics_path: Path, state: RunState) -> list[dict[str, Any]]:
     """Remove the lines that were written after the state was saved, and return the remaining lines."""
-    kept_entries = [entry for entry in read_lines(file) if _precedes_state(entry, state)]
-    write_text(file, "".join(json.dumps(entry) + "\n" for entry in kept_entries))
+    kept_entries = [entry for entry in read_lines(metrics_path) if _precedes_state(entry, state)]
+    write_text(metrics_path, "".join(json.dumps(entry) + "\n" for entry in kept_entries))
     return kept_entries
 
 
-def _truncate_after(file: Path, step: int) -> None:
+def _truncate_after(samples_path: Path, step: int) -> None:
     """Remove the lines after a step from a file that is sorted by step and may contain gigabytes."""
-    check_regular(file)
-    with open(file, "r+b") as log_file:
+    check_regular(samples_path)
+    with open(samples_path, "r+b") as log_file:
         kept_bytes = 0
         for line in log_file:
-            match = re.match(rb'{"step": (\d+),', line)
-            if not (match and int(match[1]) <= step and line.endswith(b"\n")):
+            step_match = re.match(rb'{"step": (\d+),', line)
+            is_kept = step_match and int(step_match[1]) <= step and line.endswith(b"\n")
+            if not is_kept:
                 log_file.truncate(kept_bytes)
                 break
             kept_bytes += len(line)

@@ -1,6 +1,7 @@
 """Draws curves, bars, confusion matrices and image sheets as PNG files with a white background."""
 
 import io
+import itertools
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,39 +14,49 @@ import numpy as np
 from onecurve.system.files import write_bytes
 from onecurve.system.text import printable, printable_lines, text_ending
 
-DPI = 100
-# Maximum number of classes for which a confusion matrix shows class names, and for which it shows counts
-MAX_NAMED_CLASSES, MAX_NUMBERED_CLASSES = 30, 20
+DPI = 100  # Resolution of the PNG files in pixels per inch
+MAX_NAMED_CLASSES = 30  # Maximum number of classes for which a confusion matrix shows class names
+MAX_COUNTED_CLASSES = 20  # Maximum number of classes for which a confusion matrix shows counts
 MAX_LEGEND_CURVES = 16  # Maximum number of curves in a panel with a legend
-NAME_LENGTH = 28  # Maximum number of characters in a class name that is not wrapped
-# Image sheets: maximum number of characters per caption line, and per inch of the title
-CAPTION_LENGTH, TITLE_CHARACTERS_PER_IN = 22, 11
-# Image sheets: line height, edge length of an image, column width, and minimum width of the sheet, in inches
-LINE_IN, EDGE_IN, CELL_IN, MIN_SHEET_IN = 0.125, 1.25, 1.35, 4
+MAX_MARKED_POINTS = 39  # Maximum number of points in a curve with a marker at each point
+MAX_LABEL_LENGTH = 28  # Maximum number of characters in a legend entry or bar label
+MAX_UNWRAPPED_LENGTH = 28  # Maximum number of characters in a class name that is not wrapped
+MAX_SHEET_COLUMNS = 8  # Maximum number of columns in an image sheet
+MAX_CAPTION_LINE_LENGTH = 22  # Maximum number of characters in a line of an image caption
+TITLE_CHARACTERS_PER_IN = 11  # Maximum number of characters per inch in the title of an image sheet
+PANEL_WIDTH_IN, PANEL_HEIGHT_IN, TITLE_HEIGHT_IN = 4.5, 2.7, 0.4  # Layout of panels, in inches
+MIN_MATRIX_EDGE_IN, MAX_MATRIX_EDGE_IN = 4.0, 6.5  # Edge length of a confusion matrix, in inches
+LINE_HEIGHT_IN = 0.125  # Height of a caption line or tick label line, in inches
+IMAGE_EDGE_IN = 1.25  # Longer edge of an image in an image sheet, in inches
+COLUMN_WIDTH_IN = 1.35  # Width of a column in an image sheet, in inches
+MIN_SHEET_WIDTH_IN = 4  # Minimum width of an image sheet, in inches
 # Number of points in an averaged curve. Only curves with more than twice as many points are averaged
-POINTS = 500
+AVERAGED_CURVE_POINTS = 500
 
 
 @dataclass
 class Panel:
     """Panel of a plot with curves {name: ([x], [y])} or with horizontal bars {name: value}."""
 
-    x: str
-    y: str
+    x_label: str
+    y_label: str
     curves: dict[str, tuple[Sequence[float], Sequence[float]]] = field(default_factory=dict)
     bars: dict[str, float] = field(default_factory=dict)
-    from_zero: bool = False  # The y axis starts at 0
-    is_log: bool = False  # The y axis is logarithmic
+    starts_at_zero: bool = False  # The y axis starts at 0
+    has_log_scale: bool = False  # The y axis is logarithmic
 
 
-def curves_panel(log_entries: Sequence[dict[str, Any]], x: str, y: str, names: Sequence[str]) -> Panel:
-    """Return a panel that plots the given keys of log lines against the key `x`."""
+def curves_panel(
+    log_entries: Sequence[dict[str, Any]], x_key: str, y_label: str, curve_keys: Sequence[str]
+) -> Panel:
+    """Return a panel that plots the given keys of log lines against the key `x_key`."""
     curves: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
-    for name in names:
-        points = [(log_entry[x], log_entry[name]) for log_entry in log_entries if name in log_entry]
-        if points:
-            curves[name] = ([point[0] for point in points], [point[1] for point in points])
-    return Panel(x, y, curves)
+    for curve_key in curve_keys:
+        entries_with_key = [log_entry for log_entry in log_entries if curve_key in log_entry]
+        if entries_with_key:
+            x_values = [log_entry[x_key] for log_entry in entries_with_key]
+            curves[curve_key] = (x_values, [log_entry[curve_key] for log_entry in entries_with_key])
+    return Panel(x_key, y_label, curves)
 
 
 def plot_curves(folder: Path, log_entries: list[dict[str, Any]], title: str) -> None:
@@ -54,46 +65,48 @@ def plot_curves(folder: Path, log_entries: list[dict[str, Any]], title: str) -> 
     loss_panel = curves_panel(log_entries, "epoch", "loss", ("train/loss", "val/loss"))
     panels = [loss_panel]
     # The loss of a model without classes decreases by several orders of magnitude.
-    loss_panel.is_log = not accuracies
+    loss_panel.has_log_scale = not accuracies
     if accuracies:
         panels.append(curves_panel(log_entries, "epoch", "accuracy", ("val/accuracy", "val/raw_accuracy")))
         title = f"{title}: best accuracy {max(accuracies):.4f}"
     draw_panels(folder / "plots" / "curves.png", [panels], title)
 
 
-def draw_panels(path: Path, rows: Sequence[Sequence[Panel]], title: str) -> None:
+def draw_panels(path: Path, panel_rows: Sequence[Sequence[Panel]], title: str) -> None:
     """Draw rows of panels, each with the same number of panels, and write the image to a PNG file."""
-    columns = max(map(len, rows))
-    with _saved_figure(path, (4.5 * columns, 0.4 + 2.7 * len(rows))) as figure:
-        grid = figure.subplots(len(rows), columns, squeeze=False)
+    columns = max(map(len, panel_rows))
+    height_in = TITLE_HEIGHT_IN + PANEL_HEIGHT_IN * len(panel_rows)
+    with _saved_figure(path, (PANEL_WIDTH_IN * columns, height_in)) as figure:
+        axes_grid = figure.subplots(len(panel_rows), columns, squeeze=False)
         figure.suptitle(_literal_text(title))
-        for axes, panel in zip(grid.flat, (panel for row in rows for panel in row), strict=True):
-            names = [_short_label(name) for name in panel.bars]
-            axes.barh(names, list(panel.bars.values()), height=0.6)
-            for name, (x, y) in panel.curves.items():
-                style = {"marker": "o" if len(x) < 40 else None, "markersize": 3, "linewidth": 1.2}
-                axes.plot(*_averaged(x, y), label=_short_label(name), **style)
+        for axes, panel in zip(axes_grid.flat, itertools.chain.from_iterable(panel_rows), strict=True):
+            bar_labels = [_short_label(bar_name) for bar_name in panel.bars]
+            axes.barh(bar_labels, list(panel.bars.values()), height=0.6)
+            for curve_name, (x, y) in panel.curves.items():
+                marker = "o" if len(x) <= MAX_MARKED_POINTS else None
+                curve_style = {"marker": marker, "markersize": 3, "linewidth": 1.2}
+                axes.plot(*_averaged_curve(x, y), label=_short_label(curve_name), **curve_style)
             if panel.bars:
                 axes.invert_yaxis()
             if 1 < len(panel.curves) <= MAX_LEGEND_CURVES:
                 axes.legend(fontsize=8)
-            axes.set(xlabel=_literal_text(panel.x), ylabel=_literal_text(panel.y))
-            if panel.is_log:
+            axes.set(xlabel=_literal_text(panel.x_label), ylabel=_literal_text(panel.y_label))
+            if panel.has_log_scale:
                 axes.set_yscale("log")
-            if panel.from_zero:
+            if panel.starts_at_zero:
                 axes.set_ylim(0, 1.05 * axes.dataLim.ymax or 1)
             axes.grid(alpha=0.3)
 
 
-def draw_confusion(path: Path, mistakes: dict[str, Any], title: str) -> None:
+def draw_confusion(path: Path, confusion_json: dict[str, Any], title: str) -> None:
     """Draw the confusion matrix, or bars for the most frequent mistakes if there are many classes."""
-    classes = mistakes["classes"]
-    if "confusion" in mistakes:
-        draw_confusion_matrix(path, mistakes["confusion"], classes, title)
+    classes = confusion_json["classes"]
+    if "confusion" in confusion_json:
+        draw_confusion_matrix(path, confusion_json["confusion"], classes, title)
     else:
         bars = {
             f"{printable(classes[label])}, predicted {classes[predicted]}": count
-            for label, predicted, count in mistakes["mistakes"]
+            for label, predicted, count in confusion_json["mistakes"]
         }
         draw_panels(path, [[Panel("images", "", bars=bars)]], f"{title}: most frequent mistakes")
 
@@ -104,66 +117,74 @@ def draw_confusion_matrix(path: Path, matrix: list[list[int]], classes: Sequence
     A cell's shade shows its fraction of the row's total.
     """
     counts = np.asarray(matrix, dtype=np.int64)  # [C, C]
-    shares = counts / np.maximum(1, counts.sum(1, keepdims=True))
-    is_numbered = len(classes) <= MAX_NUMBERED_CLASSES
-    edge_in = min(6.5, max(4.0, 0.45 * len(classes)))
+    row_shares = counts / np.maximum(1, counts.sum(1, keepdims=True))
+    shows_counts = len(classes) <= MAX_COUNTED_CLASSES
+    matrix_edge_in = min(MAX_MATRIX_EDGE_IN, max(MIN_MATRIX_EDGE_IN, 0.45 * len(classes)))
     # Class names are not truncated. Long class names use a small font and are wrapped to the height of a row.
-    longest_name = max(map(len, classes))
-    font_size = 10 if longest_name <= NAME_LENGTH else 6
-    lines_per_row = max(1, int(edge_in / LINE_IN / len(classes)))
-    line_length = max(NAME_LENGTH, longest_name // lines_per_row + 8)
+    longest_name_length = max(map(len, classes))
+    font_size = 10 if longest_name_length <= MAX_UNWRAPPED_LENGTH else 6
+    lines_per_row = max(1, int(matrix_edge_in / LINE_HEIGHT_IN / len(classes)))
+    max_line_length = max(MAX_UNWRAPPED_LENGTH, longest_name_length // lines_per_row + 8)
     margin_in = 0.0
     if len(classes) <= MAX_NAMED_CLASSES:
-        margin_in = 0.045 * max(0, min(line_length, longest_name) - NAME_LENGTH)
-    with _saved_figure(path, (edge_in + margin_in + 1.2, edge_in + margin_in + 0.6)) as figure:
+        margin_in = 0.045 * max(0, min(max_line_length, longest_name_length) - MAX_UNWRAPPED_LENGTH)
+    width_in, height_in = matrix_edge_in + margin_in + 1.2, matrix_edge_in + margin_in + 0.6
+    with _saved_figure(path, (width_in, height_in)) as figure:
         axes = figure.subplots()
-        image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+        matrix_image = axes.imshow(row_shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
         axes.set(title=_literal_text(title), xlabel="predicted", ylabel="true")
         if len(classes) <= MAX_NAMED_CLASSES:
-            tick_labels = [_wrapped(class_name, line_length) for class_name in classes]
+            tick_labels = [_wrapped_text(class_name, max_line_length) for class_name in classes]
             rotation = 90 if max(map(len, tick_labels)) > 2 else 0
             axes.set_xticks(range(len(tick_labels)), tick_labels, rotation=rotation, fontsize=font_size)
             axes.set_yticks(range(len(tick_labels)), tick_labels, fontsize=font_size)
-        if is_numbered:
+        if shows_counts:
             for (row, column), count in np.ndenumerate(counts):
-                color = "white" if shares[row, column] > 0.5 else "black"
-                axes.text(column, row, str(count), ha="center", va="center", fontsize=7, color=color)
-        figure.colorbar(image, label="share of the images in the true class", shrink=0.8)
+                text_color = "white" if row_shares[row, column] > 0.5 else "black"
+                axes.text(column, row, str(count), ha="center", va="center", fontsize=7, color=text_color)
+        figure.colorbar(matrix_image, label="share of the images in the true class", shrink=0.8)
 
 
 def prediction_caption(label: str, predicted: str, probability: float) -> str:
     """Return a caption with the true class, the predicted class if it is wrong, and the probability."""
-    return "\n".join([label, *([f"not {predicted}"] if predicted != label else []), f"{probability:.3f}"])
+    mistake_line = f"not {predicted}\n" if predicted != label else ""
+    return f"{label}\n{mistake_line}{probability:.3f}"
 
 
 def draw_image_sheet(
     path: Path, images: np.ndarray, captions: Sequence[str], title: str, is_wrong: Sequence[bool] = ()
 ) -> None:
     """Draw images, uint8 [n, H, W, 3], with captions below. The captions of `is_wrong` images are red."""
-    columns = min(8, max(1, len(images)))
-    wrapped_captions = [_wrapped(caption, CAPTION_LENGTH) for caption in captions]
-    width_in = max(MIN_SHEET_IN, CELL_IN * columns)
-    title = _wrapped(title, int(TITLE_CHARACTERS_PER_IN * width_in))
-    tops_in, end_in = [], 0.15 + 0.25 * (title.count("\n") + 1)  # Upper edge of each row of images, in inches
-    for row in range(0, len(images), columns):
-        tops_in.append(end_in)
-        caption_lines = max(caption.count("\n") + 1 for caption in wrapped_captions[row : row + columns])
-        end_in += CELL_IN + LINE_IN * caption_lines + 0.1
-    image_height_in, image_width_in = (EDGE_IN * size / max(images.shape[1:3]) for size in images.shape[1:3])
-    with _saved_figure(path, (width_in, end_in), layout=None) as figure:
-        figure.suptitle(title, y=1 - 0.1 / end_in, va="top")
+    columns = min(MAX_SHEET_COLUMNS, max(1, len(images)))
+    wrapped_captions = [_wrapped_text(caption, MAX_CAPTION_LINE_LENGTH) for caption in captions]
+    sheet_width_in = max(MIN_SHEET_WIDTH_IN, COLUMN_WIDTH_IN * columns)
+    wrapped_title = _wrapped_text(title, int(TITLE_CHARACTERS_PER_IN * sheet_width_in))
+    sheet_height_in = 0.15 + 0.25 * (wrapped_title.count("\n") + 1)
+    row_tops_in = []  # Distance between the sheet's upper edge and each row of images
+    for first_index in range(0, len(images), columns):
+        row_tops_in.append(sheet_height_in)
+        row_captions = wrapped_captions[first_index : first_index + columns]
+        caption_lines = max(caption.count("\n") + 1 for caption in row_captions)
+        sheet_height_in += COLUMN_WIDTH_IN + LINE_HEIGHT_IN * caption_lines + 0.1
+    height_px, width_px = images.shape[1:3]
+    image_height_in = IMAGE_EDGE_IN * height_px / max(height_px, width_px)
+    image_width_in = IMAGE_EDGE_IN * width_px / max(height_px, width_px)
+    with _saved_figure(path, (sheet_width_in, sheet_height_in), layout=None) as figure:
+        figure.suptitle(wrapped_title, y=1 - 0.1 / sheet_height_in, va="top")
         # Use one Axes for all images, because drawing an Axes takes longer than drawing an image.
         axes = figure.add_axes((0, 0, 1, 1))
         for index, (image, caption) in enumerate(zip(images, wrapped_captions, strict=True)):
             row, column = divmod(index, columns)
-            x_in, bottom_in = (column + 0.5) * CELL_IN, end_in - tops_in[row] - EDGE_IN
-            y_in = bottom_in + EDGE_IN / 2
-            left_right_in = (x_in - image_width_in / 2, x_in + image_width_in / 2)
-            bottom_top_in = (y_in - image_height_in / 2, y_in + image_height_in / 2)
+            center_x_in = (column + 0.5) * COLUMN_WIDTH_IN
+            bottom_in = sheet_height_in - row_tops_in[row] - IMAGE_EDGE_IN
+            center_y_in = bottom_in + IMAGE_EDGE_IN / 2
+            left_right_in = (center_x_in - image_width_in / 2, center_x_in + image_width_in / 2)
+            bottom_top_in = (center_y_in - image_height_in / 2, center_y_in + image_height_in / 2)
             axes.imshow(image, extent=(*left_right_in, *bottom_top_in), interpolation="nearest")
-            color = "firebrick" if len(is_wrong) > index and is_wrong[index] else "black"
-            axes.text(x_in, bottom_in - 0.05, caption, ha="center", va="top", fontsize=7, color=color)
-        axes.set(xlim=(0, width_in), ylim=(0, end_in), aspect="auto")
+            text_color = "firebrick" if len(is_wrong) > index and is_wrong[index] else "black"
+            caption_style = {"ha": "center", "va": "top", "fontsize": 7, "color": text_color}
+            axes.text(center_x_in, bottom_in - 0.05, caption, **caption_style)
+        axes.set(xlim=(0, sheet_width_in), ylim=(0, sheet_height_in), aspect="auto")
         axes.axis("off")
 
 
@@ -177,32 +198,33 @@ def _saved_figure(
     figure = Figure(figsize=size_in, layout=layout, facecolor="white")
     yield figure
     # Run the layout engine only once, because savefig would otherwise draw everything twice.
-    if engine := figure.get_layout_engine():
-        engine.execute(figure)
+    if layout_engine := figure.get_layout_engine():
+        layout_engine.execute(figure)
         figure.set_layout_engine(None)
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = io.BytesIO()
-    figure.savefig(content, dpi=DPI)
-    write_bytes(path, content.getvalue())
+    png_buffer = io.BytesIO()
+    figure.savefig(png_buffer, dpi=DPI)
+    write_bytes(path, png_buffer.getvalue())
 
 
-def _averaged(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Average a long curve over POINTS segments of similar length."""
-    if len(x) <= 2 * POINTS:
+def _averaged_curve(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Average a long curve over AVERAGED_CURVE_POINTS segments of similar length."""
+    if len(x) <= 2 * AVERAGED_CURVE_POINTS:
         return list(x), list(y)
 
-    def means(coordinates: Sequence[float]) -> list[float]:
-        return [float(segment.mean()) for segment in np.array_split(np.asarray(coordinates, float), POINTS)]
+    def segment_means(coordinates: Sequence[float]) -> list[float]:
+        segments = np.array_split(np.asarray(coordinates, float), AVERAGED_CURVE_POINTS)
+        return [float(segment.mean()) for segment in segments]
 
-    return means(x), means(y)
+    return segment_means(x), segment_means(y)
 
 
-def file_caption(name: str) -> str:
+def file_caption(file_name: str) -> str:
     """Return a file name that fits in two caption lines. A long file name is truncated at the beginning."""
-    return text_ending(_drawable(name), 2 * CAPTION_LENGTH)
+    return text_ending(_drawable_text(file_name), 2 * MAX_CAPTION_LINE_LENGTH)
 
 
-def _drawable(text: str) -> str:
+def _drawable_text(text: str) -> str:
     """Escape characters that are missing from matplotlib's font. Escapes have the form \\u732b."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
@@ -215,18 +237,18 @@ def _drawable(text: str) -> str:
 
 def _literal_text(text: str) -> str:
     """Escape dollar signs, which would start a formula, and characters that can't be drawn."""
-    return _drawable(text).replace("$", r"\$")
+    return _drawable_text(text).replace("$", r"\$")
 
 
-def _wrapped(text: str, width: int) -> str:
-    """Wrap a text into lines of at most `width` characters."""
-    wrapped_lines = [
-        wrapped_line for line in _drawable(text).splitlines() for wrapped_line in textwrap.wrap(line, width)
-    ]
+def _wrapped_text(text: str, max_line_length: int) -> str:
+    """Wrap a text into lines of at most `max_line_length` characters."""
+    wrapped_lines: list[str] = []
+    for line in _drawable_text(text).splitlines():
+        wrapped_lines += textwrap.wrap(line, max_line_length)
     return _literal_text("\n".join(wrapped_lines))
 
 
-def _short_label(name: str, max_length: int = 28) -> str:
+def _short_label(name: str) -> str:
     """Shorten a name for legends and bar labels. Pages show the full name."""
-    name = printable(name)
-    return _literal_text(name if len(name) <= max_length else f"{name[: max_length - 1]}...")
+    label = printable(name)
+    return _literal_text(label if len(label) <= MAX_LABEL_LENGTH else f"{label[: MAX_LABEL_LENGTH - 1]}...")

@@ -15,36 +15,37 @@ if TYPE_CHECKING:  # Imported lazily at runtime
 class Predictions:
     """Predictions of the newest evaluation.
 
-    keep() stores the predictions of an evaluation until accept() is called, when the metrics are logged. With
-    an EMA, two evaluations precede a log line, and accept() uses the second one, which evaluates the averaged
-    weights.
+    keep_evaluation() stores the predictions of an evaluation until accept_kept() is called, when the metrics
+    are logged. With an EMA, two evaluations precede a log line, and accept_kept() uses the second one, which
+    evaluates the averaged weights.
     """
 
     def __init__(self, classes: tuple[str, ...]) -> None:
         self.classes = classes
-        self.kept: tuple[Tensor | list[Mistake] | None, list[PredictedBatch]] = (None, [])
-        self.subject = ""  # Description of the evaluated weights in plot titles
+        self.kept_confusion: Tensor | list[Mistake] | None = None
+        self.kept_examples: list[PredictedBatch] = []
+        self.plot_subject = ""  # Description of the evaluated weights in plot titles
         # Confusion matrix, int64 [classes, classes], with a row per true class. With many classes, the most
         # frequent mistakes replace the matrix
         self.confusion: Tensor | list[Mistake] | None = None
         # Examples from this process or, after gather(), from all processes
         self.examples: list[PredictedBatch] = []
 
-    def keep(self, confusion: "Tensor | list[Mistake]", examples: "list[PredictedBatch]") -> None:
-        """Store the predictions of an evaluation until accept() is called."""
-        self.kept = (confusion, examples)
+    def keep_evaluation(self, confusion: "Tensor | list[Mistake]", examples: "list[PredictedBatch]") -> None:
+        """Store the predictions of an evaluation until accept_kept() is called."""
+        self.kept_confusion, self.kept_examples = confusion, examples
 
-    def accept(self, subject: str) -> None:
-        """Use the stored predictions. `subject` describes the evaluated weights in plot titles."""
-        self.subject = subject
-        self.confusion, self.examples = self.kept
+    def accept_kept(self, plot_subject: str) -> None:
+        """Use the stored predictions. `plot_subject` describes the evaluated weights in plot titles."""
+        self.plot_subject = plot_subject
+        self.confusion, self.examples = self.kept_confusion, self.kept_examples
 
     def gather(self, poll: Poll) -> None:
         """Gather the examples from all processes into CPU memory. All ranks must call this method."""
         examples_by_rank = poll.gather([example.to("cpu") for example in self.examples])
-        self.examples = [example for examples in examples_by_rank for example in examples]
+        self.examples = [example for rank_examples in examples_by_rank for example in rank_examples]
 
-    def as_json(self) -> dict[str, Any]:
+    def confusion_entries(self) -> dict[str, Any]:
         """Return the entries of confusion.json, or {} for a model without classes."""
         if self.confusion is None:
             return {}
@@ -61,16 +62,19 @@ class Predictions:
             return []
         from onecurve.run import plots
 
-        classes, files = self.classes, [folder / "confusion.png", folder / "predictions.png"]
-        plots.draw_confusion(files[0], self.as_json(), self.subject)
+        confusion_plot, examples_plot = folder / "confusion.png", folder / "predictions.png"
+        plots.draw_confusion(confusion_plot, self.confusion_entries(), self.plot_subject)
         pixels = torch.cat([example.pixels for example in self.examples])
         labels = torch.cat([example.labels for example in self.examples])
         logits = torch.cat([example.logits for example in self.examples])
         probabilities, predicted = logits.softmax(1).max(1)
         captions = [
-            plots.prediction_caption(classes[label], classes[prediction], float(probability))
+            plots.prediction_caption(self.classes[label], self.classes[prediction], float(probability))
             for label, prediction, probability in zip(labels, predicted, probabilities, strict=True)
         ]
-        title = f"{self.subject}: true class, predicted class (if different), probability of the prediction"
-        plots.draw_image_sheet(files[1], pixels.numpy(), captions, title, (labels != predicted).tolist())
-        return files
+        title = (
+            f"{self.plot_subject}: true class, predicted class (if different), probability of the prediction"
+        )
+        is_wrong = (labels != predicted).tolist()
+        plots.draw_image_sheet(examples_plot, pixels.numpy(), captions, title, is_wrong)
+        return [confusion_plot, examples_plot]

@@ -22,7 +22,7 @@ from onecurve.run.folder import RunFolder
 from onecurve.run.identity import script_name
 from onecurve.run.log import RunLog
 from onecurve.run.predictions import Predictions
-from onecurve.run.schemas import Result, ResultEnd
+from onecurve.run.schemas import EndEntries, Result
 from onecurve.run.starts import where_in_words, where_trained
 from onecurve.run.state import RunState
 from onecurve.system.env import report_event
@@ -37,9 +37,11 @@ if TYPE_CHECKING:  # Imported lazily at runtime
     from onecurve.telemetry.sampling import Telemetry
 
 # Maximum number of seconds that a preempted run waits for S3. Launchers send SIGKILL 30 s after SIGTERM
-UPLOAD_GRACE_S = 15
+MAX_UPLOAD_WAIT_S = 15
 # Maximum number of seconds that a failed run waits for an unfinished checkpoint. Other processes wait 10 s
-WRITING_GRACE_S = 8
+MAX_CHECKPOINT_WAIT_S = 8
+BYTES_PER_GIB = 2**30
+KIB_PER_GIB = 2**20
 
 
 @dataclass
@@ -55,40 +57,45 @@ class MainRecord:
     saver: Saver
     log: RunLog
     utilisation: "Utilisation | None"
-    result_end: ResultEnd  # result.json entries that are known at the start. write_end() adds more
-    best: Checkpoint | None = None  # Best checkpoint, set by find_best()
+    end_entries: EndEntries  # result.json entries that are known at the start. write_end() adds more
+    best_checkpoint: Checkpoint | None = None  # Set by find_best_checkpoint()
 
     @property
     def folder(self) -> Path:
         """Folder of the run."""
         return self.run_folder.path
 
-    def problem(self) -> str | None:
+    def failure_message(self) -> str | None:
         """Return a message about a lost folder or a failed write that ends the run, or None."""
-        return self.run_folder.lost() or self.saver.problem or self.log.problem
+        return self.run_folder.lost_message() or self.saver.problem or self.log.problem
 
-    def find_best(self, heartbeat: Heartbeat) -> bool:
+    def find_best_checkpoint(self, heartbeat: Heartbeat) -> bool:
         """Find and verify the best checkpoint locally or in S3. Return False if the checkpoint is lost."""
         self._wait_for_save(heartbeat)
-        best_step, mirror, parent = self.state.best_step, self.run_folder.mirror, self.folder / "checkpoints"
+        best_step, mirror = self.state.best_step, self.run_folder.mirror
+        checkpoints_folder = self.folder / "checkpoints"
         assert best_step
-        loss_errors: tuple[type[ValueError], ...] = (checkpoints.DamagedCheckpoint,)
+        lost_checkpoint_errors: tuple[type[ValueError], ...] = (checkpoints.DamagedCheckpoint,)
         try:
-            if mirror and best_step not in checkpoints.steps_in(parent):
+            if mirror and best_step not in checkpoints.steps_in(checkpoints_folder):
                 from onecurve.checkpoint.mirror import committed, fetch
                 from onecurve.system.s3 import WrongSize
 
-                loss_errors = (checkpoints.DamagedCheckpoint, WrongSize)
+                lost_checkpoint_errors = (checkpoints.DamagedCheckpoint, WrongSize)
                 if best_step in committed(mirror.store):
-                    fetch(mirror.store, best_step, parent, heartbeat)
-            self.best = checkpoints.verify(parent / step_name(best_step), heartbeat)
+                    fetch(mirror.store, best_step, checkpoints_folder, heartbeat)
+            self.best_checkpoint = checkpoints.verify(checkpoints_folder / step_name(best_step), heartbeat)
             return True
-        except loss_errors as error:
+        except lost_checkpoint_errors as error:
             log.info(f"the best weights (step {best_step:,}) can't be tested, because they are lost: {error}")
             return False
 
     def write_end(
-        self, facts: ResultEnd, predictions: Predictions, telemetry: "Telemetry", heartbeat: Heartbeat
+        self,
+        final_entries: EndEntries,
+        predictions: Predictions,
+        telemetry: "Telemetry",
+        heartbeat: Heartbeat,
     ) -> None:
         """Complete the run on the local disk. A kill or a full disk loses no training progress.
 
@@ -107,23 +114,23 @@ class MainRecord:
         the same command starts a new run.
 
         Args:
-            facts: result.json entries that are known at the end of the run.
+            final_entries: result.json entries that are known at the end of the run.
             predictions: Predictions from the last evaluation.
             telemetry: Telemetry of the run.
             heartbeat: Function called during long operations.
         """
         folder, mirror, state = self.folder, self.run_folder.mirror, self.state
-        self.result_end.update(facts)
+        self.end_entries.update(final_entries)
         self.log.progress.stop()
         self._wait_for_save(heartbeat)
         if self.utilisation:
-            result_so_far = self.result("finished")
-            is_one_setting = len({devices for _, devices in where_trained(folder, result_so_far)}) == 1
+            result_so_far = self.current_result("finished")
+            distinct_devices = {devices for _, devices in where_trained(folder, result_so_far)}
             images_per_s = result_so_far["images_per_s"] or 0.0
-            mfu_pct = self.utilisation.mfu_pct(images_per_s) if is_one_setting else None
-            self.result_end["flops_per_image"] = self.utilisation.flops_per_image
-            self.result_end["peak_flops"] = self.utilisation.peak_flops
-            self.result_end["mfu_pct"] = mfu_pct
+            mfu_pct = self.utilisation.mfu_pct(images_per_s) if len(distinct_devices) == 1 else None
+            self.end_entries["flops_per_image"] = self.utilisation.flops_per_image
+            self.end_entries["peak_flops"] = self.utilisation.peak_flops
+            self.end_entries["mfu_pct"] = mfu_pct
         with explaining_write_errors("the result of the run", folder):
             # In an interrupted run, the last evaluation may be newer than the evaluation in the checkpoint.
             checkpoints.write_step_index(folder / "checkpoints", state.step, state.best_step)
@@ -131,37 +138,40 @@ class MainRecord:
             # not wait for seconds, so an unfinished run's page computes the summaries instead.
             from onecurve.telemetry.summary import energy_wh
 
-            summaries = run_with_heartbeat(telemetry.summaries, heartbeat)
-            result_content = self.result("finished")
-            result_content["telemetry"], result_content["energy_wh"] = summaries, energy_wh(summaries)
+            host_summaries = run_with_heartbeat(telemetry.summaries, heartbeat)
+            result_content = self.current_result("finished")
+            result_content["telemetry"] = host_summaries
+            result_content["energy_wh"] = energy_wh(host_summaries)
             if mirror:
                 result_content["uploaded"] = False
             with spending(PLOTS):
-                self._draw(result_content, predictions)
-            self.log.close(failed=False)
-            for file in (folder / "metrics.jsonl", *folder.glob("plots/*")):
-                sync(file)
-            write_json(folder / "result.json", {**result_content, **self._times()})
-        # Number of evaluated images per class
-        class_counts = [sum(row) for row in predictions.as_json().get("confusion", [])]
-        chance = max(class_counts) / sum(class_counts) if class_counts else None
-        print_result(folder, chance)
+                self._draw_plots(result_content, predictions)
+            self.log.close(has_failed=False)
+            for written_file in (folder / "metrics.jsonl", *folder.glob("plots/*")):
+                sync(written_file)
+            write_json(folder / "result.json", {**result_content, **self._time_entries()})
+        images_by_class = [sum(row) for row in predictions.confusion_entries().get("confusion", [])]
+        chance_accuracy = max(images_by_class) / sum(images_by_class) if images_by_class else None
+        print_result(folder, chance_accuracy)
 
-    def _draw(self, content: Result, predictions: Predictions) -> None:
+    def _draw_plots(self, result_content: Result, predictions: Predictions) -> None:
         """Draw the plots, and send them to the trackers. Raise OSError if a write fails.
 
-        `content` is the content of result.json.
+        `result_content` is the content of result.json.
         """
         from onecurve.run.plots import plot_curves
 
         plots_folder = self.folder / "plots"
         try:
             log_entries = read_lines(self.folder / "metrics.jsonl")
-            data_and_devices = f"{Path(content['data']).name}, {where_in_words(self.folder, content)}"
-            plot_curves(self.folder, log_entries, f"{content['script']} on {data_and_devices}")
+            data_name, devices = (
+                Path(result_content["data"]).name,
+                where_in_words(self.folder, result_content),
+            )
+            plot_curves(self.folder, log_entries, f"{result_content['script']} on {data_name}, {devices}")
             plot_files = predictions.draw(plots_folder)
             if self.log.trackers:
-                self.log.trackers.show(plot_files, self.state.step)
+                self.log.trackers.show_plots(plot_files, self.state.step)
         except OSError:
             raise
         except Exception as error:  # Plotting libraries raise many types of errors
@@ -170,10 +180,10 @@ class MainRecord:
     def _wait_for_save(self, heartbeat: Heartbeat) -> None:
         """Wait until the current checkpoint is written. Raise ValueError if a write failed."""
         self.saver.wait(heartbeat)
-        if problem := self.problem():
-            raise ValueError(problem)
+        if failure_message := self.failure_message():
+            raise ValueError(failure_message)
 
-    def _times(self) -> ResultEnd:
+    def _time_entries(self) -> EndEntries:
         """Return the total number of seconds since the run started, and the seconds spent in each phase."""
         return {"wall_s": self.state.wall_now_s(), "spent_s": self.state.spent_now_s()}
 
@@ -187,7 +197,7 @@ class MainRecord:
             self.log.progress.tell(f"uploading the run to {mirror.store.url}")
             heartbeat()
         result_content = cast(Result, read_json(result_file))
-        result_content.update(self._times())
+        result_content.update(self._time_entries())
         result_content["uploaded"] = not mirror.failed
         if result_content["uploaded"]:
             try:
@@ -201,30 +211,30 @@ class MainRecord:
         with explaining_write_errors("result.json", result_file.parent):
             write_json(result_file, result_content)
 
-    def result(self, status: str, error: str | None = None) -> Result:
-        """Return the content of result.json. `error` is a failed run's error message."""
+    def current_result(self, status: str, error_message: str | None = None) -> Result:
+        """Return the content of result.json. `error_message` is a failed run's error message."""
         state = self.state
         epoch_s = state.train_s / state.logged_step * self.steps.per_epoch if state.logged_step else None
-        checkpoint_steps = {"checkpoint": self.saver.committed, "best_checkpoint": state.best_step}
-        result_end: ResultEnd = {"epoch_s": epoch_s, "error": error}
-        for name in ("checkpoint", "best_checkpoint"):
-            if checkpoint_step := checkpoint_steps[name]:
-                result_end[name] = f"checkpoints/{step_name(checkpoint_step)}"
-        result_end.update(self.result_end)
-        return result(self.accelerator, self.recipe, self.batch, status, state, result_end)
+        end_entries: EndEntries = {"epoch_s": epoch_s, "error": error_message}
+        if last_step := self.saver.committed:
+            end_entries["checkpoint"] = f"checkpoints/{step_name(last_step)}"
+        if best_step := state.best_step:
+            end_entries["best_checkpoint"] = f"checkpoints/{step_name(best_step)}"
+        end_entries.update(self.end_entries)
+        return build_result(self.accelerator, self.recipe, self.batch, status, state, end_entries)
 
-    def write_best(self) -> None:
+    def write_held_snapshot(self) -> None:
         """Start writing a snapshot held in memory, unless a device error may have corrupted it."""
         if self.saver.training.is_copied():
             self.saver.write_held()
 
-    def close_failed(self, error: str) -> None:
-        """Close the run after a rank has failed. Wait at most WRITING_GRACE_S seconds for a checkpoint."""
-        self.write_best()
-        self.saver.done(WRITING_GRACE_S)
-        self.close("failed", error)
+    def close_failed(self, error_message: str) -> None:
+        """Close the run after a rank has failed. Wait at most MAX_CHECKPOINT_WAIT_S for a checkpoint."""
+        self.write_held_snapshot()
+        self.saver.done(MAX_CHECKPOINT_WAIT_S)
+        self.close("failed", error_message)
 
-    def close(self, status: str, error: str | None = None) -> None:
+    def close(self, status: str, error_message: str | None = None) -> None:
         """Close files and trackers, release the folder, and print the command that creates the run's page.
 
         This method ignores errors from a full disk.
@@ -233,17 +243,22 @@ class MainRecord:
         report_event("step", step=self.state.step)
         with contextlib.suppress(OSError):
             if status != "finished":
-                write_json(self.folder / "result.json", self.result(status, error))
+                write_json(self.folder / "result.json", self.current_result(status, error_message))
         if status == "preempted" and self.run_folder.mirror:
-            self.run_folder.mirror.wait(UPLOAD_GRACE_S)
-        self.log.close(failed=status == "failed")
+            self.run_folder.mirror.wait(MAX_UPLOAD_WAIT_S)
+        self.log.close(has_failed=status == "failed")
         if self.state.step:
             log.info(python_command(shortest(ROOT / "logbook.py"), "add", self.folder))
         self.run_folder.release()
 
 
-def result(
-    accelerator: JobAccelerator, recipe: Recipe, batch: Batch, status: str, state: RunState, final: ResultEnd
+def build_result(
+    accelerator: JobAccelerator,
+    recipe: Recipe,
+    batch: Batch,
+    status: str,
+    state: RunState,
+    end_entries: EndEntries,
 ) -> Result:
     """Return the content of result.json. Only the main process calls this function.
 
@@ -253,12 +268,12 @@ def result(
         batch: Division of the batch among processes.
         status: Status of the run, which is `finished`, `preempted` or `failed`.
         state: Progress of the run.
-        final: Additional result.json entries for a run that has begun.
+        end_entries: Additional result.json entries for a run that has begun.
     """
-    measure = recipe.best_by if "accuracy" in state.best else "loss"
-    scores = {f"best_{measure}": state.best.get(measure), f"final_{measure}": state.last.get(measure)}
-    metrics = cast(ResultEnd, scores)  # mypy does not support computed keys of a TypedDict
-    memory = final.get("memory_gib") or [memory_gib(accelerator)]
+    metric = recipe.best_by if "accuracy" in state.best else "loss"
+    metric_values = {f"best_{metric}": state.best.get(metric), f"final_{metric}": state.last.get(metric)}
+    metric_entries = cast(EndEntries, metric_values)  # mypy does not support computed keys of a TypedDict
+    memory_by_rank = end_entries.get("memory_gib") or [memory_gib(accelerator)]
     return {
         "script": script_name(),
         "status": status,
@@ -285,31 +300,31 @@ def result(
         "checkpoint": None,
         "best_checkpoint": None,
         "error": None,
-        "best_by": measure,
+        "best_by": metric,
         "best_accuracy": state.best.get("accuracy"),
         "best_step": state.best_step,
         "final_accuracy": state.last.get("accuracy"),
         "final_loss": state.last.get("loss"),
-        **metrics,
+        **metric_entries,
         "val_images": int(state.last["images"]) if "images" in state.last else None,
         "bad_images": len(state.bad_images),
         "train_s": state.train_s,
         "wall_s": state.wall_now_s(),
         "spent_s": state.spent_now_s(),
         "images_per_s": state.logged_step * batch.total / state.train_s if state.train_s else None,
-        "peak_memory_gib": max(rank_memory["peak"] for rank_memory in memory),
-        "memory_gib": memory,
+        "peak_memory_gib": max(rank_memory["peak"] for rank_memory in memory_by_rank),
+        "memory_gib": memory_by_rank,
         "seed": recipe.seed,
-        **final,
+        **end_entries,
     }
 
 
-def memory_gib(accelerator: JobAccelerator, is_healthy: bool = False) -> dict[str, float]:
+def memory_gib(accelerator: JobAccelerator, is_gpu_responsive: bool = False) -> dict[str, float]:
     """Return this process's memory use in GiB.
 
     Args:
         accelerator: Accelerator of the job.
-        is_healthy: True if the GPU responds to queries. `other` and `device` are read only if the GPU
+        is_gpu_responsive: True if the GPU responds to queries. `other` and `device` are read only if the GPU
             responds.
 
     Returns:
@@ -324,12 +339,14 @@ def memory_gib(accelerator: JobAccelerator, is_healthy: bool = False) -> dict[st
         - `data`: Writable memory requested so far, which RLIMIT_DATA limits.
     """
     if accelerator.device.type == "cuda":
-        sizes = {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-        if is_healthy:
+        memory_bytes = {"peak": torch.cuda.max_memory_allocated()}
+        memory_bytes["reserved"] = torch.cuda.max_memory_reserved()
+        if is_gpu_responsive:
             free_bytes, total_bytes = torch.cuda.mem_get_info()
             other_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved()
-            sizes |= {"other": other_bytes, "device": total_bytes}
-        return {name: size / 2**30 for name, size in sizes.items()}
-    process_status = Path("/proc/self/status").read_text()
-    data_kib = int(process_status.partition("VmData:")[2].split()[0])
-    return {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, "data": data_kib / 2**20}
+            memory_bytes |= {"other": other_bytes, "device": total_bytes}
+        return {key: byte_count / BYTES_PER_GIB for key, byte_count in memory_bytes.items()}
+    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    _, _, status_after_key = Path("/proc/self/status").read_text().partition("VmData:")
+    data_kib, *_ = status_after_key.split()
+    return {"peak": peak_kib / KIB_PER_GIB, "data": int(data_kib) / KIB_PER_GIB}

@@ -25,12 +25,12 @@ if TYPE_CHECKING:  # Imported lazily at runtime
     from onecurve.models.preprocessing import DataConfig
     from onecurve.run.evaluation import Mistake, PredictedBatch
     from onecurve.run.record import MainRecord
-    from onecurve.run.schemas import ResultEnd
-    from onecurve.run.session import Ranks
+    from onecurve.run.schemas import EndEntries
+    from onecurve.run.session import RunSession
     from onecurve.system.threads import Heartbeat
     from onecurve.telemetry.profiler import Profile
 
-Item = TypeVar("Item")
+MicroBatch = TypeVar("MicroBatch")
 
 
 class Run:
@@ -46,11 +46,12 @@ class Run:
         if "trackio" in recipe.trackers and importlib.util.find_spec("trackio") is None:
             raise ValueError("--trackers trackio requires the package trackio. Run `pip install trackio`")
         self.accelerator, self.recipe, self.batch = accelerator, recipe, batch
-        self.test_facts: ResultEnd = {}  # result.json entries for the test split
-        self.begun: Ranks | None = None  # State of the run after begin()
+        self.test_entries: EndEntries = {}  # result.json entries for the test split
+        self.opened_session: RunSession | None = None  # State of the run after begin()
         self._preprocessing: DataConfig | None = None
         self.profile: Profile | None = None  # Set only with --profile on the main process
-        self.has_ended = self.has_finished = False
+        self.has_training_ended = False  # True after the last step
+        self.has_finished = False  # True after finish()
         self.batch_generator: Generator[Any, None, None] | None = None  # Yields the script's micro-batches
 
     def begin(
@@ -81,29 +82,30 @@ class Run:
             Remaining training steps.
         """
         from onecurve.checkpoint.training import TrainingState
-        from onecurve.run.opening import Opening
+        from onecurve.run.run_setup import RunSetup
 
-        training = TrainingState(self.accelerator, model, optimizer, ema, data[1])
-        job_parts = self.accelerator, self.recipe, self.batch
-        opening = Opening(*job_parts, steps, training, *data, preprocessing=preprocessing)
-        self.begun = ranks = opening.open()
-        self._preprocessing, record = opening.preprocessing, ranks.record
+        _, class_names, *_ = data
+        training = TrainingState(self.accelerator, model, optimizer, ema, class_names)
+        job_parts = (self.accelerator, self.recipe, self.batch)
+        run_setup = RunSetup(*job_parts, steps, training, *data, preprocessing=preprocessing)
+        self.opened_session = session = run_setup.open_session()
+        self._preprocessing, main_record = run_setup.preprocessing, session.main_record
         if first_profiled_step := self.recipe.profile:
             from onecurve.telemetry.profiler import begin_profile
 
-            folder = record.folder if record else None
-            self.profile = begin_profile(self.accelerator.device, first_profiled_step, ranks.steps, folder)
+            folder = main_record.folder if main_record else None
+            self.profile = begin_profile(self.accelerator.device, first_profiled_step, session.steps, folder)
         now.enter(TRAINING)
-        now.step = ranks.state.step
-        if record:
-            watch.on_failure(record.close_failed)
-        return ranks.steps
+        now.step = session.state.step
+        if main_record:
+            watch.on_failure(main_record.close_failed)
+        return session.steps
 
     @property
-    def ranks(self) -> "Ranks":
+    def session(self) -> "RunSession":
         """State that all ranks share. This property is available after begin()."""
-        assert self.begun, "call run.begin() first"
-        return self.begun
+        assert self.opened_session, "call run.begin() first"
+        return self.opened_session
 
     @property
     def preprocessing(self) -> "DataConfig":
@@ -114,8 +116,8 @@ class Run:
     @property
     def main_record(self) -> "MainRecord":
         """Record of the run, which exists only on the main process."""
-        assert self.ranks.record
-        return self.ranks.record
+        assert self.session.main_record
+        return self.session.main_record
 
     @property
     def folder(self) -> Path:
@@ -127,36 +129,40 @@ class Run:
 
         return self
 
-    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, _error_type: object, error: BaseException | None, _traceback: object) -> None:
         from onecurve.run.ending import end_early, end_failed, end_preempted
 
-        ranks, job_parts = self.begun, (self.accelerator, self.recipe, self.batch)
-        if ranks:
-            ranks.exchange.telemetry.stop()
+        session, job_parts = self.opened_session, (self.accelerator, self.recipe, self.batch)
+        if session:
+            session.exchange.telemetry.stop()
         if isinstance(error, Preempted):
-            reason = watch.agreed()
-            if ranks:
-                end_preempted(ranks, reason)
+            stop_reason = watch.agreed()
+            if session:
+                end_preempted(session, stop_reason)
             else:
                 end_early(*job_parts)
         elif error is not None:
-            end_failed(error, *job_parts, ranks)
-        elif ranks and not self.has_finished:
-            not_finished = ValueError(
+            end_failed(error, *job_parts, session)
+        elif session and not self.has_finished:
+            unfinished_error = ValueError(
                 "the script left its run without a call to run.finish(). End the loop with `break`"
             )
-            end_failed(not_finished, *job_parts, ranks)
-            raise not_finished
-        elif ranks and ranks.record:
-            ranks.record.close("finished")
+            end_failed(unfinished_error, *job_parts, session)
+            raise unfinished_error
+        elif session and session.main_record:
+            session.main_record.close("finished")
 
     def should_evaluate(self, step: int) -> bool:
         """Return True if an epoch or the run ends after `step` steps, unless this step has been evaluated."""
-        ranks = self.ranks
-        ends_epoch_or_run = step % ranks.steps.per_epoch == 0 or step == ranks.steps.last or ranks.is_over()
-        is_due = step > 0 and ends_epoch_or_run and not ranks.state.evaluated
-        is_first = is_due and not {EVALUATION, FIRST_EVALUATION} & now.past_s.keys()
-        now.enter(FIRST_EVALUATION if is_first else EVALUATION if is_due else TRAINING, EVALUATION * is_due)
+        session = self.session
+        ends_epoch = step % session.steps.per_epoch == 0
+        ends_run = step == session.steps.last or session.ends_early()
+        is_due = step > 0 and (ends_epoch or ends_run) and not session.state.evaluated
+        if is_due:
+            is_first = not {EVALUATION, FIRST_EVALUATION} & now.past_s.keys()
+            now.enter(FIRST_EVALUATION if is_first else EVALUATION, EVALUATION)
+        else:
+            now.enter(TRAINING)
         return is_due
 
     def checkpoint(self, step: int) -> None:
@@ -169,16 +175,16 @@ class Run:
             Preempted: If a process received a signal.
             ValueError: If a write failed.
         """
-        self.ranks.exchange.listen_after(step)
+        self.session.exchange.exchange_signals_if_due(step)
         if self.is_last(step):
-            self._end()
+            self._end_training()
         else:
-            self.ranks.save_if_due(step)
+            self.session.save_if_due(step)
 
     def is_last(self, step: int) -> bool:
         """Return True if the run ends after `step` steps, either as planned or early after an evaluation."""
-        ranks = self.ranks
-        return step == ranks.steps.last or (ranks.state.evaluated and ranks.is_over())
+        session = self.session
+        return step == session.steps.last or (session.state.evaluated and session.ends_early())
 
     def stop(self) -> None:
         """End the run with the status `finished`.
@@ -186,26 +192,27 @@ class Run:
         The run ends at this step if this step has been evaluated, otherwise at the next step. All processes
         must call this method at the same step. Schedules still span all epochs.
         """
-        self.ranks.state.stopped = True
+        self.session.state.stopped = True
 
-    def _end(self) -> None:
+    def _end_training(self) -> None:
         """Write pending checkpoints, and print the reason for an early end.
 
         All ranks must call this method.
         """
         from onecurve.run.end_tables import early_end_in_words
 
-        ranks = self.ranks
+        session = self.session
         now.enter(ENDING)
         if self.batch_generator:
             self.batch_generator.close()  # Stops the decoders, which would continue with the next steps
-        if ranks.state.step < ranks.steps.last and not ranks.is_over():
-            ranks.state.stopped = True  # The script has left its training loop
-        ranks.flush()
-        if ranks.record and not self.has_ended and (early_end := early_end_in_words(ranks.end_facts())):
+        if session.state.step < session.steps.last and not session.ends_early():
+            session.state.stopped = True  # The script has left its training loop
+        session.flush()
+        early_end = early_end_in_words(session.end_entries())
+        if session.main_record and early_end and not self.has_training_ended:
             log.info(f"the run {early_end}")
-        self.has_ended = True
-        if not ranks.state.best:
+        self.has_training_ended = True
+        if not session.state.best:
             raise ValueError(
                 "the script left its loop before the first evaluation. Add an evaluation to the training loop"
             )
@@ -216,16 +223,17 @@ class Run:
         The method returns False if these weights are lost. All ranks must call this method after the training
         loop.
         """
-        self._end()
-        ranks, timeout_s = self.ranks, self.recipe.timeout_s
+        self._end_training()
+        session, timeout_s = self.session, self.recipe.timeout_s
         is_restored = once(
             self.accelerator,
             "best checkpoint",
-            lambda heartbeat: self.main_record.find_best(heartbeat),
+            lambda heartbeat: self.main_record.find_best_checkpoint(heartbeat),
             timeout_s,
         )
         if is_restored:
-            ranks.saver.training.restore_evaluated(ranks.record.best if ranks.record else None)
+            best_checkpoint = session.main_record.best_checkpoint if session.main_record else None
+            session.saver.training.restore_evaluated(best_checkpoint)
             now.enter(EVALUATION)
         return is_restored
 
@@ -238,11 +246,13 @@ class Run:
         """
         now.enter(ENDING)
         test_metrics = {f"test_{name}": value for name, value in metrics.items()}
-        self.test_facts = cast("ResultEnd", test_metrics | {"test_name": split})
-        self.ranks.predictions.accept(f"{split} split, best weights")
-        if record := self.ranks.record:
-            best_step = record.state.best_step
-            record.log.write_metrics("test", metrics, self.ranks.predictions, step=best_step, split=split)
+        self.test_entries = cast("EndEntries", test_metrics | {"test_name": split})
+        self.session.predictions.accept_kept(f"{split} split, best weights")
+        if main_record := self.session.main_record:
+            best_step = main_record.state.best_step
+            main_record.log.log_evaluation(
+                "test", metrics, self.session.predictions, step=best_step, split=split
+            )
 
     def finish(self, val_name: str) -> None:
         """Wait for the last checkpoint, write plots/ and result.json, and print the result.
@@ -251,28 +261,30 @@ class Run:
         """
         from onecurve.run.record import memory_gib
 
-        self._end()
-        exchange, predictions, timeout_s = self.ranks.exchange, self.ranks.predictions, self.recipe.timeout_s
+        self._end_training()
+        session, timeout_s = self.session, self.recipe.timeout_s
+        exchange, predictions = session.exchange, session.predictions
         exchange.poll.finish()
         exchange.telemetry.stop()
-        memory = exchange.gather(memory_gib(self.accelerator, is_healthy=True))
+        memory_by_rank = exchange.gather(memory_gib(self.accelerator, is_gpu_responsive=True))
         predictions.gather(exchange.poll)
-        end_facts = self.ranks.end_facts()
-        facts: ResultEnd = {"val_name": val_name, "memory_gib": memory, **self.test_facts, **end_facts}
+        final_entries: EndEntries = {"val_name": val_name, "memory_gib": memory_by_rank}
+        final_entries.update(self.test_entries)
+        final_entries.update(session.end_entries())
 
         def write_end(heartbeat: "Heartbeat") -> None:
-            self.main_record.write_end(facts, predictions, exchange.telemetry, heartbeat)
+            self.main_record.write_end(final_entries, predictions, exchange.telemetry, heartbeat)
 
         once(self.accelerator, "report", write_end, timeout_s)
         once(self.accelerator, "last upload", lambda heartbeat: self.main_record.upload(heartbeat), timeout_s)
         watch.begin_exit()
         # With the deepspeed launcher, rank 0 hosts the store that all ranks use.
         self.accelerator.wait_for_everyone()
-        if self.ranks.record:
+        if self.session.main_record:
             report_event("finished")
         self.has_finished = True
 
-    def feed(self, batches: Iterator[Item]) -> Iterator[Item]:
+    def feed(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Yield the micro-batches.
 
         Start the clock at the first micro-batch, because decoders start slowly.
@@ -280,24 +292,24 @@ class Run:
         self.batch_generator = self._timed_batches(batches)
         return self.batch_generator
 
-    def _timed_batches(self, batches: Iterator[Item]) -> Generator[Item, None, None]:
+    def _timed_batches(self, batches: Iterator[MicroBatch]) -> Generator[MicroBatch, None, None]:
         now.enter(STARTING, READING)
         with contextlib.ExitStack() as stack:
             if isinstance(batches, Generator):
                 stack.callback(batches.close)  # Ends the decoders when this generator ends
             for micro_batch_index, micro_batch in enumerate(batches):
                 if micro_batch_index == 0:
-                    self.ranks.meter.start_clock()
+                    self.session.meter.start_clock()
                 now.enter(TRAINING)
                 yield micro_batch
                 now.enter(READING)
 
     def add(self, loss: Tensor, ids: np.ndarray) -> None:
         """Record a micro-batch. The loss stays on the device until the next log line."""
-        self.ranks.meter.add(loss, ids)
-        if record := self.ranks.record:
-            steps_of_process = self.ranks.meter.micro_batches // self.batch.accumulations
-            record.log.progress.advance(record.steps.first + steps_of_process)
+        self.session.meter.add(loss, ids)
+        if main_record := self.session.main_record:
+            trained_steps = self.session.meter.micro_batch_count // self.batch.accumulations
+            main_record.log.progress.advance(main_record.steps.first + trained_steps)
 
     def log_training(self, step: int, lr: float) -> None:
         """End a training step, and write a log line if one is due. All ranks must call this method.
@@ -308,46 +320,49 @@ class Run:
         Raises:
             FloatingPointError: If the loss is not finite. All processes raise this error.
         """
-        assert not self.has_ended, "the training loop must end when run.is_last(step) returns True"
-        ranks, meter = self.ranks, self.ranks.meter
-        state, steps, record = ranks.state, ranks.steps, ranks.record
+        assert not self.has_training_ended, "the training loop must end when run.is_last(step) returns True"
+        session, meter = self.session, self.session.meter
+        state, steps, main_record = session.state, session.steps, session.main_record
         if self.profile:
             self.profile.end_step()
         state.end_step(step)
         now.step = step
         meter.end_step()
-        if record:
-            record.log.end_step()
-        is_last = step == steps.last or state.stopped
-        if step % self.recipe.log_every and step % steps.per_epoch and not is_last:
+        if main_record:
+            main_record.log.end_step()
+        ends_epoch, ends_run = step % steps.per_epoch == 0, step == steps.last or state.stopped
+        if step % self.recipe.log_every != 0 and not (ends_epoch or ends_run):
             return
-        meter.check(step)
-        loss = meter.mean_loss(step - state.logged_step)
-        spent_s = meter.start_clock()
-        images_per_s = (step - max(state.logged_step, steps.first)) * self.batch.total / spent_s
-        ranks.write_samples()
-        state.train_s, state.logged_step = state.train_s + spent_s, step
-        if not math.isfinite(loss):
-            raise FloatingPointError(f"the loss is {loss} at step {step} with a learning rate of {lr:g}")
-        if record:
-            metrics = {"train/loss": loss, "train/lr": lr}
-            if record.utilisation and (mfu_pct := record.utilisation.mfu_pct(images_per_s)) is not None:
+        meter.check_gradients(step)
+        mean_loss = meter.mean_loss(step - state.logged_step)
+        elapsed_s = meter.start_clock()
+        images_per_s = (step - max(state.logged_step, steps.first)) * self.batch.total / elapsed_s
+        session.write_samples()
+        state.train_s += elapsed_s
+        state.logged_step = step
+        if not math.isfinite(mean_loss):
+            raise FloatingPointError(f"the loss is {mean_loss} at step {step} with a learning rate of {lr:g}")
+        if main_record:
+            metrics = {"train/loss": mean_loss, "train/lr": lr}
+            utilisation = main_record.utilisation
+            mfu_pct = utilisation.mfu_pct(images_per_s) if utilisation else None
+            if mfu_pct is not None:
                 metrics["train/mfu_pct"] = mfu_pct
             metrics["train/images_per_s"] = images_per_s
-            record.log.write(metrics, ranks.exchange.telemetry.means())
+            main_record.log.log_metrics(metrics, session.exchange.telemetry.means())
 
     def show_progress(self, text: str) -> None:
         """Show an evaluation's progress without waiting for the device. All ranks must call this method.
 
         Raise Preempted if a process received a signal.
         """
-        if record := self.ranks.record:
-            record.log.progress.tell(text)
-        self.ranks.exchange.listen()
+        if main_record := self.session.main_record:
+            main_record.log.progress.tell(text)
+        self.session.exchange.exchange_signals()
 
-    def keep(self, confusion: "Tensor | list[Mistake]", examples: "list[PredictedBatch]") -> None:
+    def keep_predictions(self, confusion: "Tensor | list[Mistake]", examples: "list[PredictedBatch]") -> None:
         """Store an evaluation's predictions until its metrics are logged."""
-        self.ranks.predictions.keep(confusion, examples)
+        self.session.predictions.keep_evaluation(confusion, examples)
 
     def log_scalars(self, values: Mapping[str, float | Tensor]) -> None:
         """Add scalars from the main process to the next training or evaluation line of the log.
@@ -355,11 +370,11 @@ class Run:
         If a name is repeated, the last value is logged. A tensor stays on its device until the line is
         logged.
         """
-        if names_without_group := [name for name in values if "/" not in name]:
-            name = names_without_group[0]
-            raise ValueError(f"log_scalars: the name {name} needs a group, for example train/{name}")
-        if record := self.ranks.record:
-            record.log.scalars.update(values)
+        for name in values:
+            if "/" not in name:
+                raise ValueError(f"log_scalars: the name {name} needs a group, for example train/{name}")
+        if main_record := self.session.main_record:
+            main_record.log.pending_scalars.update(values)
 
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Log an evaluation's metrics.
@@ -373,10 +388,10 @@ class Run:
             FloatingPointError: If the loss is not finite. All processes raise this error.
         """
         now.enter(TRAINING)
-        self.ranks.meter.start_clock()
+        self.session.meter.start_clock()
         if not math.isfinite(metrics["loss"]):
             raise FloatingPointError(f"the evaluation loss is {metrics['loss']} at step {step}")
-        self.ranks.state.add_evaluation(step, metrics, self.recipe.best_by)
-        self.ranks.predictions.accept(f"step {step:,}")
-        if record := self.ranks.record:
-            record.log.write_metrics("val", metrics, self.ranks.predictions, step=step)
+        self.session.state.add_evaluation(step, metrics, self.recipe.best_by)
+        self.session.predictions.accept_kept(f"step {step:,}")
+        if main_record := self.session.main_record:
+            main_record.log.log_evaluation("val", metrics, self.session.predictions, step=step)

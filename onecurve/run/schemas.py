@@ -14,6 +14,8 @@ from onecurve.flags.recipe import METRICS
 from onecurve.system.files import ValueType
 from onecurve.telemetry.summary import HostSummary
 
+ANY_KEY = "*"  # Key with which a ValueType describes the values of all keys
+
 
 class RecipeFile(TypedDict):
     """Content of recipe.json, which records the recipe, hosts, devices and code versions of a run."""
@@ -27,21 +29,21 @@ class RecipeFile(TypedDict):
     compile: str
     grad_checkpointing: bool
     step_graph: bool
-    threads: int
-    recipe: dict[str, Any]
+    threads: int  # Number of CPU threads that torch uses in each process
+    recipe: dict[str, Any]  # All flags and settings of the run
     preprocessing: NotRequired[dict[str, Any]]
-    defaults: dict[str, Any]
-    source: str
-    unit: str
-    val_chosen: str
-    resumed_from: str | None
-    command: list[str]
+    defaults: dict[str, Any]  # Default values of the recipe
+    source: str  # Identity of the data, which changes with the data's content
+    unit: str  # Plural name of the samples, for example `images`
+    val_chosen: str  # Method by which --max_val_images selects images
+    resumed_from: str | None  # Value of --resume at the run's first start
+    command: list[str]  # Command with which the user started the launcher or the script
     argv: list[str]
-    version: str
+    version: str  # Version of onecurve
     git_commit: str | None
-    versions: dict[str, str]
+    versions: dict[str, str]  # Version of each package that affects the results
     hosts: list[str]
-    devices: list[str]
+    devices: list[str]  # Device name of each rank
     wandb_id: NotRequired[str]
     wandb_url: NotRequired[str]
 
@@ -49,19 +51,19 @@ class RecipeFile(TypedDict):
 class StartLine(RecipeFile):
     """Line of starts.jsonl, without the recipe.json keys `argv` and `defaults`. See starts.py."""
 
-    at: float
-    step: int
+    at: float  # Value of time.time() at the start
+    step: int  # Number of steps completed before the start
     per_device_batch_size: int
     accumulation_steps: int
     steps_per_epoch: int
-    cropped: bool | None
-    has_optimizer: bool
-    changed: NotRequired[dict[str, Any]]
+    cropped: bool | None  # True if the images stay encoded and are cropped
+    has_optimizer: bool  # True if the optimizer state was restored
+    changed: NotRequired[dict[str, Any]]  # Differences from the resumed checkpoint, {name: [before, now]}
     processes: NotRequired[int]  # Present only in a line about training with an earlier version
     wall_s: NotRequired[float]
 
 
-class ResultEnd(TypedDict, total=False):
+class EndEntries(TypedDict, total=False):
     """Entries that are added to result.json at the end of a run."""
 
     parameters: int
@@ -85,10 +87,10 @@ class ResultEnd(TypedDict, total=False):
     error: str | None
     memory_gib: list[dict[str, float]]
     wall_s: float
-    spent_s: dict[str, float]
+    spent_s: dict[str, float]  # Seconds in wall_s for each phase
 
 
-class Result(ResultEnd):
+class Result(EndEntries):
     """Content of result.json: progress, metrics and speed of a run. value_types() adds metric keys."""
 
     script: str
@@ -129,25 +131,25 @@ class MetricsLine(TypedDict):
     step: int
     epoch: float
     wall_s: float
-    interrupted_at: NotRequired[float]
-    resumed_at: NotRequired[float]
-    why: NotRequired[str]
+    interrupted_at: NotRequired[float]  # Value of time.time()
+    resumed_at: NotRequired[float]  # Value of time.time()
+    why: NotRequired[str]  # Reason for the interruption
     hosts: NotRequired[int]
     hosts_before: NotRequired[int]
     processes: NotRequired[int]
     processes_before: NotRequired[int]
 
 
-class Mark(TypedDict, total=False):
+class RunEvent(TypedDict, total=False):
     """Entries that describe an event in a line of metrics.jsonl."""
 
-    interrupted_at: float
-    resumed_at: float
-    why: str
-    hosts: int
-    hosts_before: int
-    processes: int
-    processes_before: int
+    interrupted_at: float  # Value of time.time()
+    resumed_at: float  # Value of time.time()
+    why: str  # Reason for the interruption
+    hosts: int  # Number of hosts
+    hosts_before: int  # Number of hosts before the change
+    processes: int  # Number of processes
+    processes_before: int  # Number of processes before the change
 
 
 class GpuSample(TypedDict, total=False):
@@ -159,17 +161,17 @@ class GpuSample(TypedDict, total=False):
     power_w: float | None
     temperature_c: float | None
     sm_clock_mhz: float | None
-    throttle: list[str] | None
+    throttle: list[str] | None  # Reasons for a reduced clock rate
     energy_wh: float | None
 
 
 class TelemetryLine(TypedDict, total=False):
     """Line of telemetry-<host>.jsonl. Header lines contain `host`, and sample lines contain `step`."""
 
-    t: float
+    t: float  # Value of time.time() at the measurement
     host: str
-    before_s: float  # Present only for the main process's host
-    age_s: float  # Present only for the main process's host
+    before_s: float  # wall_s of earlier processes, present only for the main process's host
+    age_s: float  # Uptime of the process, present only for the main process's host
     cpus: float
     step: int
     cpu_pct: float
@@ -182,8 +184,8 @@ class Confusion(TypedDict, total=False):
 
     step: int
     classes: list[str]
-    confusion: list[list[int]]
-    mistakes: list[list[int]]
+    confusion: list[list[int]]  # Number of images, with one row per true class
+    mistakes: list[list[int]]  # [true class, predicted class, number of images]
     split: str
     val_images: list[int]
 
@@ -193,8 +195,8 @@ class Report(TypedDict, total=False):
 
     step: int
     classes: list[str]
-    confusion: list[list[int]]
-    mistakes: list[list[int]]
+    confusion: list[list[int]]  # Number of images, with one row per true class
+    mistakes: list[list[int]]  # [true class, predicted class, number of images]
     split: str
     checkpoint: str
     device: str
@@ -209,7 +211,7 @@ class Report(TypedDict, total=False):
     classes_left_out: int
 
 
-class Stamp(TypedDict, total=False):
+class ReplayRecord(TypedDict, total=False):
     """Replay recorded in verified.json. `files` maps each file name to the file's SHA-256 hash."""
 
     date: str
@@ -218,12 +220,12 @@ class Stamp(TypedDict, total=False):
     device: str
     config: str
     mixed_precision: str
-    steps: int
-    of_steps: int
-    intervals: list[str]
-    checkpoints: list[str]
-    findings: list[str]
-    not_verified: list[str]
+    steps: int  # Number of replayed steps
+    of_steps: int  # Number of steps in the run
+    intervals: list[str]  # Replayed intervals
+    checkpoints: list[str]  # Names of the compared checkpoints
+    findings: list[str]  # Differences between the replay and the run
+    not_verified: list[str]  # Parts of the run that the replay left out
     recipe_changes: list[str]
     differences: dict[str, float]
     files: dict[str, str]
@@ -232,7 +234,7 @@ class Stamp(TypedDict, total=False):
 class Verified(TypedDict):
     """Content of verified.json, which verify.py writes."""
 
-    stamps: list[Stamp]
+    stamps: list[ReplayRecord]
 
 
 class TrialRow(TypedDict, total=False):
@@ -256,10 +258,10 @@ class SearchResult(TypedDict, total=False):
     compile: str
     grad_checkpointing: bool
     processes: int
-    answer: int
-    knee: int
-    quantum: int
-    limit_gib: float
+    answer: int  # Largest batch size per process that fits into memory
+    knee: int  # Smallest batch size whose speed is within 5 % of the best speed
+    quantum: int  # Value of --quantum, which divides all tried batch sizes
+    limit_gib: float  # Memory limit per process
     recipe: dict[str, Any]
     sharding: dict[str, Any]
     trials: list[TrialRow]
@@ -276,13 +278,15 @@ def value_types(schema: Any) -> dict[str, ValueType]:
 
 
 def _value_type(type_hint: Any) -> ValueType:
-    arguments = typing.get_args(type_hint)
+    type_arguments = typing.get_args(type_hint)
     if typing.is_typeddict(type_hint):
         return value_types(type_hint)
     if isinstance(type_hint, types.UnionType):
-        return _value_type(next(member for member in arguments if member is not types.NoneType))
+        return _value_type(next(member for member in type_arguments if member is not types.NoneType))
     if typing.get_origin(type_hint) is list:
-        return [_value_type(arguments[0])]
+        [item_hint] = type_arguments
+        return [_value_type(item_hint)]
     if typing.get_origin(type_hint) is dict:
-        return {"*": _value_type(arguments[1])}
+        _, value_hint = type_arguments
+        return {ANY_KEY: _value_type(value_hint)}
     return type_hint

@@ -20,65 +20,74 @@ from onecurve.flags.recipe import Batch, Recipe
 from onecurve.numerics.order import Steps
 from onecurve.run.predictions import Predictions
 from onecurve.run.record import MainRecord
-from onecurve.run.schemas import ResultEnd
+from onecurve.run.schemas import EndEntries
 from onecurve.run.state import RunState
 from onecurve.system.phase import SAVING, spending
 
 if TYPE_CHECKING:  # Imported lazily at runtime
     from onecurve.telemetry.sampling import Telemetry
 
-TakeIds = Callable[[], list[int]]
+TakeSkippedIds = Callable[[], list[int]]  # Returns the ids of the images skipped since its last call
 # A message takes the host about 0.1 ms, so several steps shorter than SHORT_STEP_S share one message. A
-# signal takes effect after at most 2 * AGREEMENT_S seconds, or after at most 2 * MAX_STEPS_PER_POLL steps
-# if steps suddenly become slow.
-SHORT_STEP_S, AGREEMENT_S = 0.005, 0.02
-MAX_STEPS_PER_POLL = 32
-UNKNOWN_STEP_US = 2**31 - 1
+# signal takes effect after at most 2 * MESSAGE_INTERVAL_S seconds, or after at most 2 * MAX_STEPS_PER_POLL
+# steps if steps suddenly become slow.
+SHORT_STEP_S = 0.005  # Duration below which several steps share one message
+MESSAGE_INTERVAL_S = 0.02  # Time between two messages if steps are short
+MAX_STEPS_PER_POLL = 32  # Maximum number of steps that share one message
+UNKNOWN_STEP_US = 2**31 - 1  # Step time in messages before the first measurement
 
 
-class Exchange:
+class MessageExchange:
     """Exchange of messages over gloo, independent of the collectives used for training.
 
     All ranks must call the constructor and most methods.
 
     Args:
-        record: Record of the run on the main process, None on other processes.
+        main_record: Record of the run on the main process, None on other processes.
         telemetry: Telemetry of this process.
         timeout_s: Number of seconds without a message from a process after which the job ends.
-        skipped: Function that returns the ids of the images skipped by this process.
+        take_skipped_ids: Function that returns the ids of the images skipped by this process.
     """
 
     def __init__(
-        self, record: MainRecord | None, telemetry: "Telemetry", timeout_s: float, skipped: TakeIds = list
+        self,
+        main_record: MainRecord | None,
+        telemetry: "Telemetry",
+        timeout_s: float,
+        take_skipped_ids: TakeSkippedIds = list,
     ):
         self.poll = Poll(timeout_s)
-        self.record, self.telemetry, self.skipped = record, telemetry, skipped
-        self.step_us = UNKNOWN_STEP_US  # This process's time per step between the last two messages
-        self.slowest_us = UNKNOWN_STEP_US  # Maximum step_us over all processes
-        self.sent_at, self.sent_step, self.next_step = time.perf_counter(), -1, 0
+        self.main_record, self.telemetry, self.take_skipped_ids = main_record, telemetry, take_skipped_ids
+        self.local_step_us = UNKNOWN_STEP_US  # This process's time per step between the last two messages
+        self.slowest_step_us = UNKNOWN_STEP_US  # Maximum local_step_us over all processes
+        self.last_message_time_s = time.perf_counter()
+        self.last_message_step = -1
+        self.next_message_step = 0
 
-    def listen_after(self, step: int) -> None:
-        """Call listen() after each step or, if steps are short, after every few steps.
+    def exchange_signals_if_due(self, step: int) -> None:
+        """Call exchange_signals() after each step or, if steps are short, after every few steps.
 
-        All processes call listen() at the same steps, because they exchange their step times.
+        All processes call exchange_signals() at the same steps, because they exchange their step times.
         """
-        if step < self.next_step:
+        if step < self.next_message_step:
             watch.wanted()  # Reset the watchdog, because a step has ended
             return
-        current_time = time.perf_counter()
-        if self.sent_step >= 0:
-            mean_us = (current_time - self.sent_at) / max(1, step - self.sent_step) * 1e6
-            self.step_us = min(int(mean_us), UNKNOWN_STEP_US)
-        self.sent_at, self.sent_step = current_time, step
-        self.listen()
-        step_s = max(self.slowest_us / 1e6, 1e-6)
-        is_alone = self.poll.group is None  # A single process exchanges no messages
-        if is_alone or step_s >= SHORT_STEP_S:
-            self.next_step = step + 1
+        current_time_s = time.perf_counter()
+        if self.last_message_step >= 0:
+            step_count = max(1, step - self.last_message_step)
+            mean_step_us = (current_time_s - self.last_message_time_s) / step_count * 1e6
+            self.local_step_us = min(int(mean_step_us), UNKNOWN_STEP_US)
+        self.last_message_time_s, self.last_message_step = current_time_s, step
+        self.exchange_signals()
+        slowest_step_s = max(self.slowest_step_us / 1e6, 1e-6)
+        is_single_process = self.poll.group is None  # A single process exchanges no messages
+        if is_single_process or slowest_step_s >= SHORT_STEP_S:
+            self.next_message_step = step + 1
         else:
-            self.next_step = step + min(MAX_STEPS_PER_POLL, int(AGREEMENT_S / step_s))
+            steps_per_message = int(MESSAGE_INTERVAL_S / slowest_step_s)
+            self.next_message_step = step + min(MAX_STEPS_PER_POLL, steps_per_message)
 
-    def listen(self) -> None:
+    def exchange_signals(self) -> None:
         """Send this process's signal or problem to all processes, and receive their last messages.
 
         All processes raise the following errors.
@@ -87,41 +96,45 @@ class Exchange:
             Preempted: If a process received a signal.
             ValueError: If the main process has a problem, which the error message describes.
         """
-        problem = self.record and self.record.problem()
-        reason = Reason.NONE
-        if problem:
-            reason = Reason.PROBLEM
+        failure_message = self.main_record and self.main_record.failure_message()
+        local_reason = Reason.NONE
+        if failure_message:
+            local_reason = Reason.PROBLEM
         elif watch.wanted():
-            reason = Reason.STOP
-        received, self.slowest_us = self.poll(reason, self.step_us) or (Reason.NONE, UNKNOWN_STEP_US)
-        if received == Reason.PROBLEM:
-            raise ValueError(broadcast_object_list([problem])[0])
-        if received == Reason.STOP:
+            local_reason = Reason.STOP
+        last_maxima = self.poll(local_reason, self.local_step_us) or (Reason.NONE, UNKNOWN_STEP_US)
+        agreed_reason, self.slowest_step_us = last_maxima
+        if agreed_reason == Reason.PROBLEM:
+            [failure_message] = broadcast_object_list([failure_message])
+            raise ValueError(failure_message)
+        if agreed_reason == Reason.STOP:
             raise Preempted
 
     def gather(self, value: Any) -> list[Any]:
         """Return each process's value. The main process also receives telemetry and skipped ids."""
-        reports = self.poll.collect((self.telemetry.take(), self.skipped()))
-        if self.record:
-            self.telemetry.append([named_text for named_texts, _ in reports for named_text in named_texts])
-            state = self.record.state
-            skipped_ids = {image_id for _, image_ids in reports for image_id in image_ids}
-            state.bad_images = sorted({*state.bad_images, *skipped_ids})
+        telemetry_and_ids = self.poll.collect((self.telemetry.take(), self.take_skipped_ids()))
+        if self.main_record:
+            named_texts, skipped_ids = [], set(self.main_record.state.bad_images)
+            for rank_texts, rank_skipped_ids in telemetry_and_ids:
+                named_texts += rank_texts
+                skipped_ids.update(rank_skipped_ids)
+            self.telemetry.append(named_texts)
+            self.main_record.state.bad_images = sorted(skipped_ids)
         return self.poll.gather(value)
 
 
-class Meter:
+class TrainingMeter:
     """Loss, samples and time since the last log line. Only mean_loss() waits for the device."""
 
     def __init__(self, accelerator: JobAccelerator, batch: Batch, keeps_ids: bool):
         self.accelerator, self.batch, self.keeps_ids = accelerator, batch, keeps_ids
         dtype = torch.float64 if accelerator.deterministic else torch.float32
         # Sum of the losses over the micro-batches of all steps since the last log line
-        self.loss = torch.zeros((), device=accelerator.device, dtype=dtype)
-        self.step_loss = torch.zeros_like(self.loss)  # Sum of the losses in the current step
-        self.ids: list[int] = []  # Ids of the samples since the last log line, for --log_samples
-        self.micro_batches = 0  # Number of micro-batches since this process started
-        self.started = time.perf_counter()
+        self.loss_sum = torch.zeros((), device=accelerator.device, dtype=dtype)
+        self.step_loss_sum = torch.zeros_like(self.loss_sum)  # Sum of the losses in the current step
+        self.sample_ids: list[int] = []  # Sample ids since the last log line, for --log_samples
+        self.micro_batch_count = 0  # Number of micro-batches since this process started
+        self.clock_start_s = time.perf_counter()
 
     def resume(self, state: RunState, rank: int) -> None:
         """Restore the sum of the losses from a checkpoint.
@@ -130,25 +143,26 @@ class Meter:
         current number of micro-batches, so that the mean loss stays the same.
         """
         if losses := state.losses:
-            micro_batches_per_step_before = len(losses) * state.accumulations
+            previous_micro_batches_per_step = len(losses) * state.accumulations
             micro_batches_per_step = self.batch.processes * self.batch.accumulations
-            has_same_ranks = len(losses) == self.batch.processes
-            loss_of_rank = losses[rank] if has_same_ranks else sum(losses) * (rank == 0)
-            self.loss.fill_(loss_of_rank * (micro_batches_per_step / micro_batches_per_step_before))
+            has_same_rank_count = len(losses) == self.batch.processes
+            merged_loss = sum(losses) if rank == 0 else 0.0
+            local_loss = losses[rank] if has_same_rank_count else merged_loss
+            self.loss_sum.fill_(local_loss * (micro_batches_per_step / previous_micro_batches_per_step))
 
     def add(self, loss: Tensor, ids: np.ndarray) -> None:
         """Add a micro-batch's loss and sample ids to the current step."""
-        self.step_loss += exact_sum(loss.detach()) if self.accelerator.deterministic else loss.detach()
-        self.micro_batches += 1
+        self.step_loss_sum += exact_sum(loss.detach()) if self.accelerator.deterministic else loss.detach()
+        self.micro_batch_count += 1
         if self.keeps_ids:
-            self.ids.extend(ids.tolist())
+            self.sample_ids.extend(ids.tolist())
 
     def end_step(self) -> None:
         """Add the current step's losses to the sum since the last log line."""
-        self.loss += self.step_loss
-        self.step_loss.zero_()
+        self.loss_sum += self.step_loss_sum
+        self.step_loss_sum.zero_()
 
-    def check(self, step: int) -> None:
+    def check_gradients(self, step: int) -> None:
         """Raise FloatingPointError on all ranks if --deterministic could not sum the gradients.
 
         All ranks must call this method.
@@ -156,29 +170,29 @@ class Meter:
         if self.accelerator.exact_sum:
             self.accelerator.exact_sum.check(step)
 
-    def mean_loss(self, steps: int) -> float:
-        """Return the mean loss of the last `steps` steps over all ranks.
+    def mean_loss(self, step_count: int) -> float:
+        """Return the mean loss of the last `step_count` steps over all ranks.
 
         This method waits for the device. All ranks must call this method.
         """
-        micro_batches = steps * self.batch.accumulations * self.batch.processes
-        mean = self.accelerator.reduce(self.loss, "sum").item() / micro_batches
-        self.loss.zero_()
-        return mean
+        micro_batch_count = step_count * self.batch.accumulations * self.batch.processes
+        mean_loss = self.accelerator.reduce(self.loss_sum, "sum").item() / micro_batch_count
+        self.loss_sum.zero_()
+        return mean_loss
 
     def start_clock(self) -> float:
         """Restart the clock, and return the seconds since it was last started."""
         elapsed_s = self.elapsed_s()
-        self.started += elapsed_s
+        self.clock_start_s += elapsed_s
         return elapsed_s
 
     def elapsed_s(self) -> float:
         """Return the seconds since the clock was last started."""
-        return time.perf_counter() - self.started
+        return time.perf_counter() - self.clock_start_s
 
 
 @dataclass
-class Ranks:
+class RunSession:
     """State and operations that all ranks of an open run share.
 
     A checkpoint is due after the first step, after the best evaluation, after the last step, at multiples of
@@ -189,56 +203,58 @@ class Ranks:
     recipe: Recipe
     steps: Steps  # Steps that remained when this process started
     state: RunState
-    meter: Meter
+    meter: TrainingMeter
     predictions: Predictions
     saver: Saver
-    exchange: Exchange
-    record: MainRecord | None  # None except on the main process
+    exchange: MessageExchange
+    main_record: MainRecord | None  # None except on the main process
     # Step of the newest snapshot or, initially, of the newest checkpoint. 0 for a new run
     newest_saved_step: int
-    epoch_began: float = field(default_factory=time.monotonic)
+    epoch_start_s: float = field(default_factory=time.monotonic)
 
-    def is_over(self) -> bool:
+    def ends_early(self) -> bool:
         """Return True if the run ends early, at the evaluation of this step or at the next step."""
-        return self.state.is_over(self.recipe.patience)
+        return self.state.ends_early(self.recipe.patience)
 
-    def end_facts(self) -> ResultEnd:
+    def end_entries(self) -> EndEntries:
         """Return the result.json entries that describe how the run ended.
 
         `stopped_by` is None for a complete run.
         """
-        step, steps, stopped_by = self.state.step, self.steps, None
-        if step == steps.last != steps.total:
+        step, total_steps = self.state.step, self.steps.total
+        if step == total_steps:
+            stopped_by = None
+        elif step == self.steps.last:
             stopped_by = f"--max_steps {step}"
-        elif step != steps.total:
+        else:
             stopped_by = "the script" if self.state.stopped else f"--patience {self.recipe.patience}"
-        return {"steps": step, "total_steps": steps.total, "stopped_by": stopped_by}
+        return {"steps": step, "total_steps": total_steps, "stopped_by": stopped_by}
 
     def save_if_due(self, step: int) -> None:
         """Save a checkpoint if one is due after `step` steps.
 
-        All ranks must call this method, which raises the same errors as take(). If no checkpoint is due but
-        the evaluation at this step is the best so far, a snapshot of this step is held in memory until
-        --checkpoint_s seconds after the last write.
+        All ranks must call this method, which raises the same errors as take_snapshot(). If no checkpoint is
+        due but the evaluation at this step is the best so far, a snapshot of this step is held in memory
+        until --checkpoint_s seconds after the last write.
         """
         if step > self.newest_saved_step:
-            if self._is_due(step) or step == self.steps.first:
-                self.take()
+            if self._is_checkpoint_due(step) or step == self.steps.first:
+                self.take_snapshot()
             elif step == self.state.best_step:
-                self.take(hold=True)
+                self.take_snapshot(hold=True)
         self.saver.write_held(self.recipe.checkpoint_s)
 
     def flush(self) -> None:
         """Write a snapshot of this step, or the snapshot held in memory.
 
-        All ranks must call this method. See take() for the errors.
+        All ranks must call this method. See take_snapshot() for the errors.
         """
         if self.state.step > self.newest_saved_step:
-            self.take()
+            self.take_snapshot()
         else:
             self.saver.write_held()
 
-    def take(self, hold: bool = False) -> None:
+    def take_snapshot(self, hold: bool = False) -> None:
         """Take a snapshot, and write it in the background. All ranks must call this method.
 
         Args:
@@ -253,24 +269,28 @@ class Ranks:
             step, best_step = state.step, state.best_step
             if best_step != step:
                 saver.write_held()  # Write the best evaluation's snapshot
-            exchange.poll.wait_for_main(self.record is not None, saver.done)
-            meter.check(step)
-            loss_and_problem = meter.loss.item(), self.record and self.record.problem()
-            losses, problems = zip(*exchange.gather(loss_and_problem), strict=True)
-            if problem := next(filter(None, problems), None):
-                raise ValueError(problem)
-            if not all(math.isfinite(loss) for loss in losses):
-                loss = sum(losses)
-                raise FloatingPointError(f"the loss is {loss} before step {step}. No checkpoint was saved")
+            exchange.poll.wait_for_main(self.main_record is not None, saver.done)
+            meter.check_gradients(step)
+            failure_message = self.main_record and self.main_record.failure_message()
+            losses_and_failures = exchange.gather((meter.loss_sum.item(), failure_message))
+            loss_by_rank, failure_by_rank = zip(*losses_and_failures, strict=True)
+            if first_failure := next(filter(None, failure_by_rank), None):
+                raise ValueError(first_failure)
+            if not all(map(math.isfinite, loss_by_rank)):
+                raise FloatingPointError(
+                    f"the loss is {sum(loss_by_rank)} before step {step}. No checkpoint was saved"
+                )
             self.write_samples()
+            # Training time excludes the time spent on evaluations.
+            unlogged_train_s = meter.elapsed_s() if step > state.logged_step else 0.0
+            tracker_ids = self.main_record.log.tracker_ids() if self.main_record else {}
             state_values = state.at_save(
-                losses=[*losses],
+                losses=[*loss_by_rank],
                 accumulations=meter.batch.accumulations,
                 epoch=step / self.steps.per_epoch,
-                # Training time excludes the time spent on evaluations.
-                train_s=state.train_s + meter.elapsed_s() * (step > state.logged_step),
+                train_s=state.train_s + unlogged_train_s,
                 **saver.training.scalars(),
-                **(self.record.log.tracker_ids() if self.record else {}),
+                **tracker_ids,
             ).to_json()
             saver.save(step, state_values, best_step, hold)
             self.newest_saved_step = step
@@ -282,24 +302,26 @@ class Ranks:
         """
         if not self.meter.keeps_ids:
             return
-        batch, ids_by_rank = self.meter.batch, self.exchange.poll.gather([*self.meter.ids])
-        self.meter.ids.clear()
-        if self.record:
-            self.record.log.write_samples(ids_by_rank, batch.per_device * batch.accumulations)
+        ids_by_rank = self.exchange.poll.gather([*self.meter.sample_ids])
+        self.meter.sample_ids.clear()
+        if self.main_record:
+            ids_per_step = self.meter.batch.per_device * self.meter.batch.accumulations
+            self.main_record.log.write_samples(ids_by_rank, ids_per_step)
 
-    def _is_due(self, step: int) -> bool:
+    def _is_checkpoint_due(self, step: int) -> bool:
         """Return True if a checkpoint is due after `step` steps.
 
         At the end of an epoch, a checkpoint is due if the next epoch would end more than --checkpoint_s
         seconds after the last write. All ranks must call this method, because clocks differ between ranks.
         """
         recipe = self.recipe
-        is_to_keep = recipe.keep_every is not None and step % recipe.keep_every == 0
+        is_permanent = recipe.keep_every is not None and step % recipe.keep_every == 0
         if recipe.checkpoint_every != "epoch":
-            return is_to_keep or step % int(recipe.checkpoint_every) == 0
+            return is_permanent or step % int(recipe.checkpoint_every) == 0
         if step % self.steps.per_epoch:
-            return is_to_keep
-        current_time = time.monotonic()
-        epoch_s, self.epoch_began = current_time - self.epoch_began, current_time
-        is_late = self.saver.since_write_s() + epoch_s > recipe.checkpoint_s
-        return self.exchange.poll.gather(is_to_keep or is_late)[0]
+            return is_permanent
+        current_time_s = time.monotonic()
+        epoch_s, self.epoch_start_s = current_time_s - self.epoch_start_s, current_time_s
+        would_be_late = self.saver.since_write_s() + epoch_s > recipe.checkpoint_s
+        is_due_by_rank = self.exchange.poll.gather(is_permanent or would_be_late)
+        return is_due_by_rank[0]  # Rank 0's clock decides

@@ -26,18 +26,19 @@ from onecurve.system.files import open_to_append, read_lines, typed_values
 
 STARTS_FILE = "starts.jsonl"
 # Keys in `changed` that indicate different evaluation images
-DATA_CONTENT, CROPPED_IMAGES = "content of the data", "cropped images"
+DATA_CONTENT = "content of the data"
+CROPPED_IMAGES = "cropped images"
 OMITTED_KEYS = ("argv", "defaults")  # Keys of recipe.json that are omitted from starts.jsonl
 MAX_IN_TURN = 4  # Maximum number of values that in_turn() lists
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """Start of a run. The final result includes this start's steps first + 1 to last."""
 
     settings: dict[str, Any]  # Line of starts.jsonl
-    first: int
-    last: int
+    first: int  # Number of steps completed before this start
+    last: int  # Last step that the result includes
 
     @property
     def is_recorded(self) -> bool:
@@ -56,41 +57,47 @@ def add_start(
         manifest: Manifest of the checkpoint from which the run resumes, or None for a new run.
         path_flags: Names of flags whose values may be local paths.
     """
-    file = folder / STARTS_FILE
-    start_entry = {name: value for name, value in start.items() if name not in OMITTED_KEYS}
-    if file.is_symlink():  # The target of the link may not belong to the run
-        file.unlink()
-    changed_facts = changes_at(manifest, start, path_flags) if manifest else {}
-    entries = [start_entry | {"changed": changed_facts}]
-    if manifest and not file.exists():
+    starts_path = folder / STARTS_FILE
+    start_entry = {key: value for key, value in start.items() if key not in OMITTED_KEYS}
+    if starts_path.is_symlink():  # The target of the link may not belong to the run
+        starts_path.unlink()
+    changes = changes_at(manifest, start, path_flags) if manifest else {}
+    new_entries = [start_entry | {"changed": changes}]
+    if manifest and not starts_path.exists():
         recipe_and_data = {"recipe": manifest.get("recipe"), "source": manifest.get("data")}
-        entries.insert(0, manifest.get("written_by", {}) | recipe_and_data)
-    with open_to_append(file) as starts_file:
+        new_entries.insert(0, manifest.get("written_by", {}) | recipe_and_data)
+    with open_to_append(starts_path) as starts_file:
         if starts_file.seek(0, os.SEEK_END):
             starts_file.seek(-1, os.SEEK_END)
-            if starts_file.read(1) != b"\n":  # A killed process has left a partial line
+            last_byte = starts_file.read(1)
+            if last_byte != b"\n":  # A killed process has left a partial line
                 starts_file.write(b"\n")
-        starts_file.write("".join(json.dumps(start_entry) + "\n" for start_entry in entries).encode())
+        starts_file.write("".join(json.dumps(new_entry) + "\n" for new_entry in new_entries).encode())
         starts_file.flush()
         os.fsync(starts_file.fileno())
 
 
-def changes_at(manifest: dict[str, Any], start: StartLine, paths: Collection[str]) -> dict[str, list[Any]]:
+def changes_at(
+    manifest: dict[str, Any], start: StartLine, path_flags: Collection[str]
+) -> dict[str, list[Any]]:
     """Return the flags that differ between a checkpoint and a start, as {name: [before, now]}."""
     recorded_flags = manifest.get("recipe", {})
     # Converts each value to the type it has in a manifest
     current_flags = json.loads(json.dumps(start["recipe"]))
-    changed: dict[str, list[Any]] = {}
-    for name, recorded in recorded_flags.items():
-        current = current_flags.get(name, recorded)
-        if comparable(recorded, name in paths) != comparable(current, name in paths):
-            changed[name] = [recorded, current]
+    changes: dict[str, list[Any]] = {}
+    for name, recorded_value in recorded_flags.items():
+        current_value, is_path = current_flags.get(name, recorded_value), name in path_flags
+        if comparable(recorded_value, is_path) != comparable(current_value, is_path):
+            changes[name] = [recorded_value, current_value]
     other_properties: dict[str, list[Any]] = {
         DATA_CONTENT: [manifest.get("data"), start["source"]],
         CROPPED_IMAGES: [manifest.get("cropped", start["cropped"]), start["cropped"]],
         "state of the optimizer": ["restored", "restored" if start["has_optimizer"] else "zero"],
     }
-    return changed | {name: values for name, values in other_properties.items() if values[0] != values[1]}
+    for name, (before, now) in other_properties.items():
+        if before != now:
+            changes[name] = [before, now]
+    return changes
 
 
 def comparable(value: Any, is_path: bool) -> Any:
@@ -98,22 +105,22 @@ def comparable(value: Any, is_path: bool) -> Any:
 
     `is_path` is True for a flag whose value may be a local path.
     """
-    is_local = is_path and isinstance(value, str) and ":" not in value
-    return os.path.abspath(os.path.expanduser(value)) if is_local else value
+    is_local_path = is_path and isinstance(value, str) and ":" not in value
+    return os.path.abspath(os.path.expanduser(value)) if is_local_path else value
 
 
-def starts_in_order(entries: Sequence[dict[str, Any]], last_step: int) -> list[Start]:
+def starts_in_order(entries: Sequence[dict[str, Any]], last_step: int) -> list[RunStart]:
     """Return each start with its steps that the result includes. `last_step` is the run's last step."""
-    first_steps = [entry.get("step", 0) for entry in entries]
+    begin_steps = [entry.get("step", 0) for entry in entries]
     starts = []
-    for index, entry in enumerate(entries):
-        # A later start repeats the steps after its first step.
-        kept_until = min([*first_steps[index + 1 :], last_step])
-        starts.append(Start(entry, first_steps[index], max(first_steps[index], kept_until)))
+    for index, (entry, begin_step) in enumerate(zip(entries, begin_steps, strict=True)):
+        # A later start repeats the steps after the step at which it began.
+        last_kept_step = min([*begin_steps[index + 1 :], last_step])
+        starts.append(RunStart(entry, begin_step, max(begin_step, last_kept_step)))
     return starts
 
 
-def kept_starts(starts: Sequence[Start]) -> list[Start]:
+def kept_starts(starts: Sequence[RunStart]) -> list[RunStart]:
     """Return the starts whose steps the result includes, or the last start if there are none yet."""
     return [start for start in starts if start.last > start.first] or [*starts[-1:]]
 
@@ -124,21 +131,25 @@ def where_trained(folder: Path, result: Result) -> list[tuple[str, tuple[str, ..
     `result` is the content of result.json, which describes only the last start.
     """
     entries = [typed_values(entry, value_types(StartLine))[0] for entry in read_lines(folder / STARTS_FILE)]
-    starts = [start.settings for start in kept_starts(starts_in_order(entries, result["steps"]))]
-    devices_by_start = [(entry.get("strategy", "?"), tuple(entry.get("devices") or "?")) for entry in starts]
-    return devices_by_start or [(result["strategy"], (result["device"],) * result["processes"])]
+    starts = starts_in_order(entries, result["steps"])
+    start_settings = [start.settings for start in kept_starts(starts)]
+    strategy_and_devices = [
+        (settings.get("strategy", "?"), tuple(settings.get("devices") or "?")) for settings in start_settings
+    ]
+    return strategy_and_devices or [(result["strategy"], (result["device"],) * result["processes"])]
 
 
 def where_in_words(folder: Path, result: Result) -> str:
     """Describe the strategies and devices of a run, such as `ddp on 2 x CPU, then single on 1 x CPU`."""
-    devices_by_start = where_trained(folder, result)
-    return in_turn(f"{strategy} on {len(devices)} x {devices[0]}" for strategy, devices in devices_by_start)
+    return in_turn(
+        f"{strategy} on {len(devices)} x {devices[0]}" for strategy, devices in where_trained(folder, result)
+    )
 
 
 def in_turn(values: Iterable[str]) -> str:
     """List successive values without consecutive repetitions, such as `a, then b, then c`."""
-    distinct = [value for value, _ in groupby(values)]
-    if len(distinct) > MAX_IN_TURN:
-        others = f"{len(distinct) - MAX_IN_TURN + 1} others"
-        distinct = [*distinct[: MAX_IN_TURN - 2], others, distinct[-1]]
-    return ", then ".join(distinct)
+    distinct_values = [value for value, _ in groupby(values)]
+    if len(distinct_values) > MAX_IN_TURN:
+        omitted_in_words = f"{len(distinct_values) - MAX_IN_TURN + 1} others"
+        distinct_values = [*distinct_values[: MAX_IN_TURN - 2], omitted_in_words, distinct_values[-1]]
+    return ", then ".join(distinct_values)

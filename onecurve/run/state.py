@@ -34,9 +34,9 @@ class RunState:
     stopped: bool = False  # True if the script ends the run before the last step
     # Sum of the losses since the last log line, for each process
     losses: list[float] = field(default_factory=list)
-    accumulations: int = 1
-    epoch: float = 0.0
-    optimizer: OptimizerScalars | None = None
+    accumulations: int = 1  # Micro-batches per process and step
+    epoch: float = 0.0  # Epochs trained up to `step`
+    optimizer: OptimizerScalars | None = None  # None before the first checkpoint
     loss_scale: dict[str, float] | None = None  # None except with fp16
     wandb_id: str | None = None
     wandb_url: str | None = None
@@ -44,44 +44,47 @@ class RunState:
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> Self:
         """Read the state in a checkpoint. Raise ValueError if the file is invalid."""
-        file = checkpoint.folder / STATE_FILE
+        state_file = checkpoint.folder / STATE_FILE
         try:
-            state = cls.from_json(read_json(file))
+            state = cls.from_json(read_json(state_file))
             if state.step != checkpoint.step:
                 raise ValueError(f"the file belongs to step {state.step}")
         except (OSError, ValueError) as error:
-            raise ValueError(f"{file} is not a valid state of step {checkpoint.step}: {error}") from None
+            raise ValueError(
+                f"{state_file} is not a valid state of step {checkpoint.step}: {error}"
+            ) from None
         return state
 
     @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Self:
+    def from_json(cls, state_json: dict[str, Any]) -> Self:
         """Create a state from the content of state.json.
 
         Raise ValueError that lists missing or invalid fields.
         """
-        fields, invalid = typed_values(content, typing.get_type_hints(cls))
-        invalid += [name for name in REQUIRED_FIELDS if name not in fields and name not in invalid]
-        if not fields.get("losses") or fields.get("accumulations", 0) < 1:
-            invalid += ["losses or accumulations"]
-        if invalid:
-            raise ValueError(f"missing or invalid fields: {', '.join(invalid)}")
-        return cls(**fields)
+        valid_fields, invalid_names = typed_values(state_json, typing.get_type_hints(cls))
+        present_names = {*valid_fields, *invalid_names}
+        invalid_names += [name for name in REQUIRED_FIELDS if name not in present_names]
+        if not valid_fields.get("losses") or valid_fields.get("accumulations", 0) < 1:
+            invalid_names += ["losses or accumulations"]
+        if invalid_names:
+            raise ValueError(f"missing or invalid fields: {', '.join(invalid_names)}")
+        return cls(**valid_fields)
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of state.json."""
-        fields = vars(self).items()
-        return {name: value for name, value in fields if value is not None or name == "loss_scale"}
+        field_values = vars(self).items()
+        return {name: value for name, value in field_values if value is not None or name == "loss_scale"}
 
-    def at_save(self, **filled: Any) -> Self:
+    def at_save(self, **field_values: Any) -> Self:
         """Return a copy of the state with current times and the given values for other fields."""
-        reset = {"wandb_id": None, "wandb_url": None}  # These ids belong to an earlier process
-        times: dict[str, Any] = {"wall_s": self.wall_now_s(), "spent_s": self.spent_now_s()}
-        return dataclasses.replace(self, **times | reset | filled)
+        reset_ids = {"wandb_id": None, "wandb_url": None}  # These ids belong to an earlier process
+        current_times: dict[str, Any] = {"wall_s": self.wall_now_s(), "spent_s": self.spent_now_s()}
+        return dataclasses.replace(self, **current_times | reset_ids | field_values)
 
     def scalars(self) -> dict[str, Any]:
         """Return the optimizer scalars and the loss scale, which TrainingState restores."""
-        content = self.to_json()
-        return {name: content[name] for name in ("optimizer", "loss_scale") if name in content}
+        state_json = self.to_json()
+        return {name: state_json[name] for name in ("optimizer", "loss_scale") if name in state_json}
 
     def wall_now_s(self) -> float:
         """Return the duration of all starts in seconds, including imports but not the time between starts."""
@@ -92,9 +95,9 @@ class RunState:
 
         See onecurve/system/phase.py.
         """
-        earlier_s, current_s = self.spent_s or {}, now.spent_s()
-        phases = earlier_s | current_s
-        return {phase: earlier_s.get(phase, 0.0) + current_s.get(phase, 0.0) for phase in phases}
+        earlier_spent_s, current_spent_s = self.spent_s or {}, now.spent_s()
+        phases = earlier_spent_s | current_spent_s  # The keys are the phases
+        return {phase: earlier_spent_s.get(phase, 0.0) + current_spent_s.get(phase, 0.0) for phase in phases}
 
     def end_step(self, step: int) -> None:
         """Set the current step, whose weights have not been evaluated yet."""
@@ -107,7 +110,7 @@ class RunState:
         if not self.best or score(metrics, best_by) > score(self.best, best_by):
             self.best, self.stale = metrics | {"step": step}, 0
 
-    def is_over(self, patience: int | None) -> bool:
+    def ends_early(self, patience: int | None) -> bool:
         """Return True if the run ends early, at the evaluation of this step or at the next step."""
         return self.stopped or (patience is not None and self.stale >= patience)
 

@@ -20,8 +20,8 @@ from onecurve.upstream.packages_ import is_tensorboard_writer
 
 # Metrics that TensorBoard shows next to the hyperparameters
 HEADLINE_METRICS = ("val/accuracy", "val/loss", "train/loss", "train/images_per_s")
-# Maximum seconds to wait for a W&B server at the start and at the end
-INIT_TIMEOUT_S, FINISH_TIMEOUT_S = 10, 60
+WANDB_INIT_TIMEOUT_S = 10  # Maximum seconds to wait for a W&B server at the start of a run
+WANDB_FINISH_TIMEOUT_S = 60  # Maximum seconds to wait for a W&B server at the end of a run
 
 
 class Trackers:
@@ -31,29 +31,36 @@ class Trackers:
     hyperparameters.
 
     Args:
-        names: Names of the trackers.
+        tracker_names: Names of the trackers.
         folder: Folder of the run.
         recipe_file: Content of recipe.json.
         state: State at which the run starts or resumes.
     """
 
-    def __init__(self, names: tuple[str, ...], folder: Path, recipe_file: RecipeFile, state: RunState):
+    def __init__(
+        self, tracker_names: tuple[str, ...], folder: Path, recipe_file: RecipeFile, state: RunState
+    ):
         self.started_trackers: list[GeneralTracker] = []
-        if "tensorboard" in names:
+        project = recipe_file["script"]
+        if "tensorboard" in tracker_names:
             threading.excepthook = _ignore_full_disk
-            self.started_trackers.append(_TensorBoard("tensorboard", folder, purge_step=state.step + 1))
-            self.started_trackers[-1].start()
-        if "wandb" in names and (wandb := _start_wandb(folder, recipe_file["script"], state.wandb_id)):
-            self.started_trackers.append(wandb)
-        if "trackio" in names:
+            tensorboard_tracker = _TensorBoard("tensorboard", folder, purge_step=state.step + 1)
+            self.started_trackers.append(tensorboard_tracker)
+            tensorboard_tracker.start()
+        if "wandb" in tracker_names:
+            wandb_tracker = _start_wandb(folder, project, state.wandb_id)
+            self.started_trackers += [wandb_tracker] if wandb_tracker else []
+        if "trackio" in tracker_names:
             # Runs in different folders may have the same folder name.
-            name = f"{folder.name}-{hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:8]}"
-            run_options = {"name": name, "resume": "allow", "embed": False}
+            folder_hash = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:8]
+            run_name = f"{folder.name}-{folder_hash}"
+            run_options = {"name": run_name, "resume": "allow", "embed": False}
             # The run's telemetry already contains the CPU and GPU measurements.
             no_measurements = {"auto_log_cpu": False, "auto_log_gpu": False}
-            self.started_trackers.append(_Trackio(recipe_file["script"], **run_options, **no_measurements))
-            self.started_trackers[-1].start()
-            log.info(f"to view the run {name}, run `trackio show --project {recipe_file['script']}`")
+            trackio_tracker = _Trackio(project, **run_options, **no_measurements)
+            self.started_trackers.append(trackio_tracker)
+            trackio_tracker.start()
+            log.info(f"to view the run {run_name}, run `trackio show --project {project}`")
         hyperparameters = recipe_file["recipe"] | {
             "strategy": recipe_file["strategy"],
             "processes": len(recipe_file["devices"]),
@@ -66,34 +73,36 @@ class Trackers:
 
     def ids(self) -> dict[str, str]:
         """Return the id and address of the W&B run for recipe.json, or {} without W&B."""
-        runs = [tracker.run for tracker in self.started_trackers if isinstance(tracker, _WandB)]
-        ids = {"wandb_id": runs[0].id, "wandb_url": runs[0].url} if runs else {}
-        return {name: value for name, value in ids.items() if value}  # An offline run has no address
+        ids: dict[str, str] = {}
+        for tracker in self.started_trackers:
+            if isinstance(tracker, _WandB):
+                ids = {"wandb_id": tracker.run.id, "wandb_url": tracker.run.url}
+        return {key: value for key, value in ids.items() if value}  # An offline run has no address
 
-    def log(self, values: dict[str, float], step: int) -> None:
+    def log(self, metrics: dict[str, float], step: int) -> None:
         """Send metrics to all trackers."""
         for tracker in self.started_trackers:
-            tracker.log(values, step=step)
+            tracker.log(metrics, step=step)
 
-    def show(self, files: list[Path], step: int) -> None:
+    def show_plots(self, plot_files: list[Path], step: int) -> None:
         """Send PNG files as `plots/<name>`. An error is logged but does not end training."""
         from PIL import Image
 
         for tracker in self.started_trackers:
             # TensorBoard needs the layout [1, H, W, 3]. W&B and trackio accept single images.
-            layout = {"dataformats": "NHWC"} if isinstance(tracker, _TensorBoard) else {}
+            layout_option = {"dataformats": "NHWC"} if isinstance(tracker, _TensorBoard) else {}
             try:
-                for file in files:
-                    with Image.open(file) as image:
-                        pixels = np.asarray(image.convert("RGB"))[None]
-                    tracker.log_images({f"plots/{file.stem}": pixels}, step=step, **layout)
+                for plot_file in plot_files:
+                    with Image.open(plot_file) as image:
+                        pixels = np.asarray(image.convert("RGB"))[None]  # [1, H, W, 3]
+                    tracker.log_images({f"plots/{plot_file.stem}": pixels}, step=step, **layout_option)
             except Exception as error:  # Tracking libraries and disks cause many types of errors
                 log.info(f"{tracker.name} did not receive the plots in plots/ ({error})")
 
-    def finish(self, failed: bool) -> None:
-        """Close all trackers. `failed` is True if trackers should mark the run as failed."""
+    def finish(self, has_failed: bool) -> None:
+        """Close all trackers. `has_failed` is True if trackers should mark the run as failed."""
         for tracker in self.started_trackers:
-            tracker.finish(failed)
+            tracker.finish(has_failed)
 
 
 def _ignore_full_disk(hook_arguments: threading.ExceptHookArgs) -> None:
@@ -113,13 +122,13 @@ class _TensorBoard(TensorBoardTracker):
         from torch.utils.tensorboard.summary import hparams
 
         # Next to the hyperparameters, TensorBoard shows the last value of each curve in HEADLINE_METRICS.
-        *first_summaries, self.success_summary = hparams(values, dict.fromkeys(HEADLINE_METRICS, 0.0))
-        for summary in first_summaries:
-            self.writer.file_writer.add_summary(summary)
+        *start_summaries, self.success_summary = hparams(values, dict.fromkeys(HEADLINE_METRICS, 0.0))
+        for start_summary in start_summaries:
+            self.writer.file_writer.add_summary(start_summary)
         self.writer.flush()
 
-    def finish(self, failed: bool) -> None:
-        if not failed:
+    def finish(self, has_failed: bool) -> None:
+        if not has_failed:
             self.writer.file_writer.add_summary(self.success_summary)
         super().finish()
 
@@ -132,7 +141,7 @@ class _Trackio(TrackioTracker):
 
         self.run.log({name: trackio.Image(images[0]) for name, images in values.items()}, step=step)
 
-    def finish(self, failed: bool) -> None:
+    def finish(self, has_failed: bool) -> None:
         super().finish()
 
 
@@ -143,7 +152,7 @@ class _WandB(WandBTracker):
     logging to W&B, but does not end training.
     """
 
-    has_ended = False
+    has_logging_ended = False
 
     def start(self) -> None:
         super().start()
@@ -151,23 +160,24 @@ class _WandB(WandBTracker):
         self.run.define_metric("*", step_metric="step")
 
     def log(self, values: dict[str, float], step: int, **_: Any) -> None:
-        if self.has_ended:
+        if self.has_logging_ended:
             return
         try:
             super().log(values | {"step": step})
         except Exception as error:
-            self.has_ended = True
+            self.has_logging_ended = True
             log.info(f"logging to W&B has stopped ({error}). metrics.jsonl contains all metrics")
 
-    def finish(self, failed: bool) -> None:
-        if self.has_ended:
+    def finish(self, has_failed: bool) -> None:
+        if self.has_logging_ended:
             return
         if not self.run.offline:
-            log.info(f"uploading the remaining data to W&B for at most {FINISH_TIMEOUT_S} s")
+            log.info(f"uploading the remaining data to W&B for at most {WANDB_FINISH_TIMEOUT_S} s")
         try:
-            self.run.finish(exit_code=int(failed))
+            self.run.finish(exit_code=int(has_failed))
         except Exception as error:
-            log.info(f"W&B did not receive all data ({error}). {_sync_later(Path(self.run.dir).parents[2])}")
+            run_folder = Path(self.run.dir).parents[2]
+            log.info(f"W&B did not receive all data ({error}). {_upload_advice(run_folder)}")
 
 
 def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB | None:
@@ -180,39 +190,41 @@ def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB | Non
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
-    settings = wandb.Settings(
-        init_timeout=INIT_TIMEOUT_S,
-        finish_timeout=FINISH_TIMEOUT_S,
+    wandb_settings = wandb.Settings(
+        init_timeout=WANDB_INIT_TIMEOUT_S,
+        finish_timeout=WANDB_FINISH_TIMEOUT_S,
         finish_timeout_raises=True,
         console="off",
         silent=True,
         stop_fn=_save_and_stop,
     )
-    if wandb.setup(settings).settings.mode == "disabled":
+    if wandb.setup(wandb_settings).settings.mode == "disabled":
         log.info("W&B is disabled by WANDB_MODE=disabled")
         return None
-    run_options = {
+    wandb_options = {
         "dir": folder,
         "name": os.environ.get("WANDB_NAME", folder.name),
         "id": os.environ.get("WANDB_RUN_ID") or run_id or secrets.token_hex(4),
         "resume": "allow",
-        "settings": settings,
+        "settings": wandb_settings,
     }
-    tracker = _WandB(os.environ.get("WANDB_PROJECT", project), **run_options)
-    offline_tracker = _WandB(tracker.run_name, **run_options | {"mode": "offline"})
+    wandb_tracker = _WandB(os.environ.get("WANDB_PROJECT", project), **wandb_options)
+    offline_tracker = _WandB(wandb_tracker.run_name, **wandb_options | {"mode": "offline"})
     try:
         # Without an API key, wandb.init would prompt for a key.
-        if wandb.setup(settings).settings.mode in ("online", "run") and wandb.api.api_key is None:
-            log.info(f"no W&B API key is configured, so the run is logged offline. {_sync_later(folder)}")
-            tracker = offline_tracker
-        tracker.start()
+        if wandb.setup(wandb_settings).settings.mode in ("online", "run") and wandb.api.api_key is None:
+            log.info(f"no W&B API key is configured, so the run is logged offline. {_upload_advice(folder)}")
+            wandb_tracker = offline_tracker
+        wandb_tracker.start()
     except Exception as error:  # The API key, the server or W&B's service process may cause the error
-        log.info(f"W&B did not accept the run ({error}), so the run is logged offline. {_sync_later(folder)}")
+        log.info(
+            f"W&B did not accept the run ({error}), so the run is logged offline. {_upload_advice(folder)}"
+        )
         wandb.teardown()  # Without teardown(), the offline run would wait for the same server
-        tracker = offline_tracker
-        tracker.start()
-    log.info(f"the W&B run is {tracker.run.id if tracker.run.offline else tracker.run.url}")
-    return tracker
+        wandb_tracker = offline_tracker
+        wandb_tracker.start()
+    log.info(f"the W&B run is {wandb_tracker.run.id if wandb_tracker.run.offline else wandb_tracker.run.url}")
+    return wandb_tracker
 
 
 def _save_and_stop() -> None:
@@ -221,5 +233,5 @@ def _save_and_stop() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _sync_later(folder: Path | str) -> str:
+def _upload_advice(folder: Path | str) -> str:
     return f"To upload the run later, log in and run: wandb sync {shlex.quote(str(folder))}/wandb/*run-*"

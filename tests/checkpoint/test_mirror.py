@@ -284,7 +284,7 @@ PAUSES = {
 def test_a_paused_owner_does_not_remove_its_successors_files(pause, bucket, mirror, tmp_path):
     """Pause a run's owner while it uploads step 16 and a successor trains from step 14 to step 20."""
     owner = Lease(PrefixRecord(mirror.store), lambda: None)
-    mirror.lost = owner.check
+    mirror.lost = owner.check_owner
     send(mirror, 14)
     (tmp_path / "run" / "result.json").write_text("{}")
     successor = Mirror(bucket.store, tmp_path / "run")
@@ -419,7 +419,7 @@ def test_a_run_killed_after_starting_from_anothers_checkpoint_is_still_new(bucke
     recipe = CnnA(**{f.name: stored_recipe[f.name] for f in fields(CnnA) if f.name in stored_recipe} | flags)
     for _ in range(2):
         run_folder = RunFolder(recipe, "new", 24, lambda: None)
-        assert (run_folder.is_new, run_folder.checkpoint.step) == (True, 14)
+        assert (run_folder.starts_from_other_run, run_folder.checkpoint.step) == (True, 14)
         # A run writes recipe.json before its first step.
         shutil.copy(tmp_path / "run" / "recipe.json", run_folder.path)
         run_folder.release()

@@ -36,7 +36,7 @@ from onecurve.flags.recipe import ImageRecipe, parse
 from onecurve.models.preprocessing import DataConfig
 from onecurve.models.script import recipe_class
 from onecurve.numerics.augment import CROP
-from onecurve.run.opening import Opening
+from onecurve.run.run_setup import RunSetup
 from onecurve.system import files
 from onecurve.system.processes import is_running, start_ticks
 from tests.conftest import ROOT, Job, full, python, read_until, run, wait_until
@@ -229,12 +229,12 @@ def test_large_data_stays_encoded(tmp_path, monkeypatch, form):
 
 
 def test_a_run_of_an_earlier_version_is_not_resumed_with_another_crop():
-    opening = Opening(None, ImageRecipe(), None, None, None, "pets-1", ("a", "b"), True)
+    run_setup = RunSetup(None, ImageRecipe(), None, None, None, "pets-1", ("a", "b"), True)
     checkpoint = Checkpoint(Path("step_00000004"), {"data": "pets-1", "cropped": False, "step": 4})
     with pytest.raises(
         ValueError, match=r"on whole images, because an earlier version .* uses cropped images"
     ):
-        opening._state_from_checkpoint(checkpoint, is_new=False)
+        run_setup._state_from_checkpoint(checkpoint, is_other_run=False)
 
 
 def test_images_much_taller_than_wide_are_shifted_within_themselves():

@@ -478,9 +478,9 @@ def test_a_change_is_advised_only_if_the_run_can_resume(folder, logged, newest, 
     folder.
     """
     recipe, state = ImageRecipe(output_dir=folder), SimpleNamespace(logged_step=logged)
-    ranks = SimpleNamespace(recipe=recipe, state=state, newest_saved_step=newest)
+    session = SimpleNamespace(recipe=recipe, state=state, newest_saved_step=newest)
     error = ValueError(f"a.jpg: broken{workers.BROKEN_IMAGE_ADVICE[True]}")
-    message = str(explained_error(error, None, None, ranks))
+    message = str(explained_error(error, None, None, session))
     assert message.endswith(" --allow_changed on_bad_image") == resumes
 
 

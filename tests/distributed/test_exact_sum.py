@@ -126,7 +126,7 @@ def test_a_run_killed_on_four_and_three_processes_finishes_on_one(one_process, p
     """Kill the run between log lines, so that a logged mean loss includes steps before and after a kill."""
     call = "            run.checkpoint(step)\n"
     kill = "            if str(step) == __import__('os').environ.get('KILL_AT'):\n"
-    kill += "                run.ranks.saver.wait() if run.ranks.record else None\n"
+    kill += "                run.session.saver.wait() if run.session.main_record else None\n"
     kill += "                __import__('os').kill(__import__('os').getpid(), 9)\n"
     mutate(project_copy, "train_hello.py", call, call + kill)
     rest = [*words("hello", cache), "--checkpoint_every", "1", "--output_dir", tmp_path / "run"]

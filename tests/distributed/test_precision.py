@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from onecurve.distributed.precision import Precision
 from onecurve.distributed.strategy import refuse_skipped_steps
-from onecurve.run.opening import changed_dtypes
+from onecurve.run.run_setup import changed_dtypes
 from onecurve.telemetry.profiler import PROFILE_FOLDER, TRACE_FILE
 from tests.conftest import (
     BIN,

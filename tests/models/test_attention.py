@@ -26,7 +26,7 @@ from onecurve.models.attention import (
     use_kernel,
 )
 from onecurve.models.timm_models import speed_up
-from onecurve.run.opening import changed_packages
+from onecurve.run.run_setup import changed_packages
 from tests.conftest import ROOT, STRATEGIES, VIT, Job, latest, python
 from tests.models.test_timm_models import Operators
 from tools.verify.replay import why_not_exact

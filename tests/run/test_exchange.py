@@ -10,7 +10,7 @@ import pytest
 
 from onecurve.distributed.watch import Preempted
 from onecurve.run import session as module
-from onecurve.run.session import MAX_STEPS_PER_POLL, Exchange
+from onecurve.run.session import MAX_STEPS_PER_POLL, MessageExchange
 
 
 class Board:
@@ -54,7 +54,7 @@ def agreed(clock, monkeypatch, durations, signalled=None) -> tuple[list[int], in
         durations: Duration of each step in seconds, on rank 0 and on rank 1.
         signalled: Rank that receives a signal, and the step of the signal.
     """
-    board, ranks, clocks = Board(2), [Exchange(None, None, 300) for _ in range(2)], [0.0, 0.0]
+    board, ranks, clocks = Board(2), [MessageExchange(None, None, 300) for _ in range(2)], [0.0, 0.0]
     for rank, exchange in enumerate(ranks):
         exchange.poll = board.poll(rank)
     steps = []
@@ -66,7 +66,7 @@ def agreed(clock, monkeypatch, durations, signalled=None) -> tuple[list[int], in
             is_signalled = signalled is not None and signalled[0] == rank and step >= signalled[1]
             monkeypatch.setattr(module.watch, "wanted", lambda answer=is_signalled: answer)
             try:
-                exchange.listen_after(step)
+                exchange.exchange_signals_if_due(step)
             except Preempted:
                 stopped += 1
         assert len(board.messages[0]) == len(board.messages[1]), (
@@ -99,7 +99,7 @@ def test_a_signal_is_obeyed_by_all_after_the_same_step(rank, step_s, clock, monk
         assert stopped is not None
         delay = stopped - signal_step
         assert delay <= 2 * MAX_STEPS_PER_POLL
-        assert delay * 1.5 * step_s <= 2 * module.AGREEMENT_S + 1.5 * step_s
+        assert delay * 1.5 * step_s <= 2 * module.MESSAGE_INTERVAL_S + 1.5 * step_s
 
 
 def test_steps_that_become_slow_are_followed_one_by_one(clock, monkeypatch):

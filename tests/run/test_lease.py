@@ -87,7 +87,7 @@ def second_round(monkeypatch):
     ids=["stands still", "of an earlier round", "another process with the same number"],
 )
 def test_a_dead_owners_record_is_taken_over(changes, is_watched, second_round, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(lease_module, "SILENCE_S", 0.5)
+    monkeypatch.setattr(lease_module, "MAX_SILENCE_S", 0.5)
     foreign_record(tmp_path, **changes)
     owner, lines = take_lease(tmp_path), capsys.readouterr().out.splitlines()
     assert ["up to 0.5 s" in line and "on host far" in line for line in lines[:-1]] == [True] * is_watched
@@ -98,7 +98,7 @@ def test_a_dead_owners_record_is_taken_over(changes, is_watched, second_round, t
 @pytest.mark.parametrize("changes", [{"round": 2}, {"round": 3}, {"round": 1, "job": "another"}])
 def test_a_record_from_elsewhere_that_moves_is_respected(changes, second_round, tmp_path, monkeypatch):
     """Check that a record is taken over only if it belongs to an earlier, finished round of the same job."""
-    monkeypatch.setattr(lease_module, "SILENCE_S", 30)
+    monkeypatch.setattr(lease_module, "MAX_SILENCE_S", 30)
     text = json.dumps(foreign_record(tmp_path, **changes) | {"beat": 1})
     threading.Timer(1, lambda: (tmp_path / "owner.json").write_text(text)).start()
     with pytest.raises(ValueError, match=r"in use by process .* on host far"):
@@ -107,22 +107,22 @@ def test_a_record_from_elsewhere_that_moves_is_respected(changes, second_round, 
 
 
 def test_an_owner_that_was_taken_over_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(lease_module, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(lease_module, "HEARTBEAT_INTERVAL_S", 0.1)
     owner = take_lease(tmp_path)
     foreign_record(tmp_path)
-    wait_until(lambda: owner.lost)
-    assert "was taken over by process" in owner.lost
+    wait_until(lambda: owner.lost_message)
+    assert "was taken over by process" in owner.lost_message
     owner.release()
     assert json.loads((tmp_path / "owner.json").read_text())["id"] == "theirs"
 
 
 def test_a_record_that_was_removed_is_not_another_owner(tmp_path, monkeypatch):
-    monkeypatch.setattr(lease_module, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(lease_module, "HEARTBEAT_INTERVAL_S", 0.1)
     owner = take_lease(tmp_path)
     (tmp_path / "owner.json").unlink()
-    wait_until(lambda: owner.lost)
+    wait_until(lambda: owner.lost_message)
     message = f"{tmp_path} no longer contains owner.json. A user deleted this file, or another run used"
-    assert owner.lost == f"{message} {tmp_path}"
+    assert owner.lost_message == f"{message} {tmp_path}"
 
 
 def test_the_age_of_a_process_does_not_change_with_the_clock(monkeypatch):

@@ -112,7 +112,7 @@ def test_one_end_with_many_faults(trained, disk, tmp_path):
 def test_a_script_that_finds_the_disk_full(disk, project_copy, tmp_path):
     """Fill the disk while train_hello.py draws its plot and the last checkpoint is written."""
     draw = "            plot(run.folder"
-    mutate(project_copy, "train_hello.py", draw, f"            run.ranks.saver.wait()\n{draw}")
+    mutate(project_copy, "train_hello.py", draw, f"            run.session.saver.wait()\n{draw}")
     words = ["train_hello.py", "--epochs", "1", "--trackers", "none", "--telemetry_s", "0"]
     words += ["--output_dir", disk / "hello" / "run"]
     env = at_file_operation(tmp_path, "/run/", "open fit.png", disk) | {"WRITES": "1"}

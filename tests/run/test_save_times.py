@@ -12,9 +12,9 @@ import pytest
 from onecurve.checkpoint import saver as saver_module
 from onecurve.checkpoint.saver import Saver
 from onecurve.numerics.order import Steps
-from onecurve.run import session as ranks_module
+from onecurve.run import session as session_module
 from onecurve.run.run import Run
-from onecurve.run.session import Ranks
+from onecurve.run.session import RunSession
 from onecurve.run.state import RunState
 
 
@@ -26,7 +26,7 @@ class Simulation:
 
     def __init__(self, monkeypatch, per_epoch: int, epochs: int, **recipe):
         self.now_s, self.lost_s = 1000.0, 0.0
-        for module in (ranks_module, saver_module):
+        for module in (session_module, saver_module):
             monkeypatch.setattr(module.time, "monotonic", lambda: self.now_s)
         self.written: list[tuple[int, float]] = []  # Step of each checkpoint and time at which it was written
         gathering = SimpleNamespace(hurry=threading.Event())
@@ -48,17 +48,18 @@ class Simulation:
             "keep_every": None,
         } | recipe
         poll = SimpleNamespace(gather=lambda value: [value], wait_for_main=lambda *_: None)
-        exchange = SimpleNamespace(poll=poll, gather=poll.gather, listen_after=int)
+        exchange = SimpleNamespace(poll=poll, gather=poll.gather, exchange_signals_if_due=int)
         self.run = run = Run.__new__(Run)
         steps = Steps(per_epoch, per_epoch * epochs, per_epoch * epochs)
-        meter = SimpleNamespace(loss=np.zeros(()), keeps_ids=False, elapsed_s=lambda: 0.0, check=int)
+        meter = SimpleNamespace(loss_sum=np.zeros(()), keeps_ids=False, elapsed_s=lambda: 0.0)
+        meter.check_gradients = int
         meter.batch = SimpleNamespace(accumulations=1)
         parts = SimpleNamespace(**recipe), steps, RunState(), meter, None, saver, exchange
-        run.batch_generator, run.has_ended = None, False
-        run.begun = Ranks(*parts, record=None, newest_saved_step=0)
+        run.batch_generator, run.has_training_ended = None, False
+        run.opened_session = RunSession(*parts, main_record=None, newest_saved_step=0)
 
     def train(self, step_s: float, accuracy=lambda epoch: epoch) -> None:
-        run, state, steps = self.run, self.run.ranks.state, self.run.ranks.steps
+        run, state, steps = self.run, self.run.session.state, self.run.session.steps
         for step in range(steps.last + 1):
             if run.should_evaluate(step):
                 value = accuracy(step // steps.per_epoch)
@@ -80,7 +81,7 @@ def test_a_killed_run_loses_at_most_the_stated_time_or_an_epoch(epoch_s, improve
     steps, times = zip(*simulation.written, strict=True)
     assert steps[0] == 10, "the first epoch shows early that the disk can be written to"
     assert steps[-1] == 600
-    assert simulation.run.ranks.state.best_step in steps
+    assert simulation.run.session.state.best_step in steps
     assert simulation.lost_s <= max(60.0, epoch_s) + 1e-6
     if epoch_s < 30:
         gaps = [b - a for a, b in itertools.pairwise(times)][:-1]

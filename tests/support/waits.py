@@ -32,7 +32,7 @@ from onecurve.flags.recipe import Recipe, share_out
 from onecurve.numerics.order import Steps
 from onecurve.run import ending
 from onecurve.run.run import Run
-from onecurve.run.session import Meter, Ranks
+from onecurve.run.session import RunSession, TrainingMeter
 from onecurve.run.state import RunState
 
 aten = torch.ops.aten
@@ -116,11 +116,13 @@ def waits_of(script: ModuleType, recipe: Recipe, images: Images, read: int) -> C
         run: Run, model: nn.Module, optimizer: Any, steps: Steps, preprocessing: Any = None, **_: Any
     ) -> Steps:
         """Replace Run.begin with a function that uses no folder, checkpoints, telemetry or processes."""
-        meter = Meter(run.accelerator, run.batch, keeps_ids=False)
+        meter = TrainingMeter(run.accelerator, run.batch, keeps_ids=False)
         parts = meter, Mock(), Mock(since_write_s=lambda: 0.0), MagicMock()
         run._preprocessing = preprocessing
-        run.begun = Ranks(run.recipe, steps, RunState(), *parts, record=None, newest_saved_step=0)
-        run.begun.take = Mock()
+        run.opened_session = RunSession(
+            run.recipe, steps, RunState(), *parts, main_record=None, newest_saved_step=0
+        )
+        run.opened_session.take_snapshot = Mock()
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
         optimizer.zero_grad = lambda: None

@@ -61,7 +61,7 @@ def _curves(run: RunRecord) -> list[list[Panel]]:
         rows.append([over_time, curves_panel(lines, time, f"{run.unit}/s", ("train/images_per_s",))])
     has_accuracy = bool(rows[1][0].curves)
     for loss_panel in rows[0]:
-        loss_panel.is_log = not has_accuracy  # a regression loss falls by several orders of magnitude
+        loss_panel.has_log_scale = not has_accuracy  # a regression loss falls by several orders of magnitude
     return [row for row in rows if row[0].curves]
 
 
@@ -75,7 +75,7 @@ def _hosts_over_time(run: RunRecord, time: str, unit_s: float) -> Panel | None:
         times += [change["wall_s"] / unit_s] * 2
         hosts += [hosts[-1], change["hosts"]]
     times.append(run.metrics[-1]["wall_s"] / unit_s)
-    return Panel(time, "hosts", {"hosts": (times, [*hosts, hosts[-1]])}, from_zero=True)
+    return Panel(time, "hosts", {"hosts": (times, [*hosts, hosts[-1]])}, starts_at_zero=True)
 
 
 def _telemetry(run: RunRecord) -> list[list[Panel]]:
@@ -109,7 +109,7 @@ def _telemetry(run: RunRecord) -> list[list[Panel]]:
                 times, values = curves.setdefault(curve, ([], []))
                 times.append(seconds / unit_s)
                 values.append(device[name])
-        telemetry_panels.append(Panel(f"time, {unit}", label, dict(curves), from_zero=True))
+        telemetry_panels.append(Panel(f"time, {unit}", label, dict(curves), starts_at_zero=True))
     with_curves = [curves_panel for curves_panel in telemetry_panels if curves_panel.curves]
     return [with_curves] if with_curves else []
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from onecurve.run.starts import MAX_IN_TURN, Start
+from onecurve.run.starts import MAX_IN_TURN, RunStart
 from onecurve.system.paths import public_path
 from onecurve.system.text import plural
 from tools.logbook.markdown import code_span, text
@@ -159,7 +159,7 @@ def _start_row(run: RunRecord, index: int) -> list[Any]:
     return [began_at, steps, where(settings), batch(settings), mixed_precision(settings), changes]
 
 
-def _setting_changes(previous: Start, start: Start) -> list[str]:
+def _setting_changes(previous: RunStart, start: RunStart) -> list[str]:
     """Return changes of settings without a column, for example `torch was 2.11.0, now 2.15.0`."""
     pairs = {name: (previous.settings.get(name), start.settings.get(name)) for name in KEYS_WITHOUT_COLUMN}
     for name in ("versions", "sharding"):

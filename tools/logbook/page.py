@@ -7,7 +7,7 @@ from typing import Any
 
 from onecurve.flags.fields import declared_values
 from onecurve.flags.recipe import METRICS
-from onecurve.run.schemas import RecipeFile, Report, Result, Stamp, value_types
+from onecurve.run.schemas import RecipeFile, ReplayRecord, Report, Result, value_types
 from onecurve.system.files import own_files
 from onecurve.system.paths import public_path
 from onecurve.system.text import some_of
@@ -147,7 +147,7 @@ def _stamps_with_changes(run: RunRecord) -> list[dict[str, Any]]:
     for stamp in run.stamps:
         # Runs from earlier versions have no starts.jsonl, so their stamps do not contain this file's hash.
         changed = [name for name in files if files[name] != stamp.get("files", {}).get(name, "")]
-        outcomes.append(fill_missing(stamp, value_types(Stamp)) | {"changed": some_of(changed)})
+        outcomes.append(fill_missing(stamp, value_types(ReplayRecord)) | {"changed": some_of(changed)})
     return outcomes
 
 

@@ -30,7 +30,7 @@ from onecurve.run.starts import (
     CROPPED_IMAGES,
     DATA_CONTENT,
     STARTS_FILE,
-    Start,
+    RunStart,
     in_turn,
     kept_starts,
     starts_in_order,
@@ -239,7 +239,7 @@ class RunRecord:
         values = ["unknown" if setting is None else str(setting) for setting in settings]
         return in_turn(values) if len(set(values)) > 1 else value(self.last)
 
-    def as_of(self, start: Start) -> "RunRecord":
+    def as_of(self, start: RunStart) -> "RunRecord":
         """Return a copy of the run in which all starts have the given start's settings."""
         run, settings = copy.copy(self), start.settings
         if start is self.starts[-1]:
@@ -451,7 +451,7 @@ def mixed_precision(settings: dict[str, Any]) -> str:
     return f"{precision}, {HALF_PRECISION[half]}" if half in HALF_PRECISION else precision
 
 
-def recipe_change(start: Start, shown: Callable[[str], str] = public_path) -> str:
+def recipe_change(start: RunStart, shown: Callable[[str], str] = public_path) -> str:
     """Return how a start changed the checkpoint's recipe, for example `lr was 0.01, now 0.001`.
 
     Args:

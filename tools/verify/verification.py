@@ -22,7 +22,7 @@ from onecurve.flags.fields import flags_where, without_removed
 from onecurve.flags.recipe import METRICS
 from onecurve.models.preprocessing import CROP_FLAGS, LEGACY
 from onecurve.models.script import load_script, own_script, recipe_class
-from onecurve.run.schemas import Stamp
+from onecurve.run.schemas import ReplayRecord
 from onecurve.system.files import read_yaml, write_json
 from onecurve.system.paths import ROOT, shortest
 from onecurve.system.text import plural, printable, some_of
@@ -339,7 +339,7 @@ class Verification:
         largest: dict[str, float] = {}  # largest difference of each quantity in all trained intervals
         for name, value in (item for differences in trained for item in differences.items()):
             largest[name] = max(largest.get(name, 0.0), value)
-        stamp: Stamp = {
+        stamp: ReplayRecord = {
             "date": time.strftime("%Y-%m-%d"),
             "commit": commit or None,
             "kind": kind,

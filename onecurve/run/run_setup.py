@@ -33,8 +33,8 @@ from onecurve.run.identity import run_name, script_name
 from onecurve.run.log import RunLog, host_change
 from onecurve.run.predictions import Predictions
 from onecurve.run.record import MainRecord
-from onecurve.run.schemas import RecipeFile, ResultEnd, StartLine
-from onecurve.run.session import Exchange, Meter, Ranks, TakeIds
+from onecurve.run.schemas import EndEntries, RecipeFile, StartLine
+from onecurve.run.session import MessageExchange, RunSession, TakeSkippedIds, TrainingMeter
 from onecurve.run.starts import add_start
 from onecurve.run.state import RunState
 from onecurve.system.env import EVENTS_FILE_VARIABLE, report_event
@@ -45,67 +45,71 @@ from onecurve.system.processes import parents
 from onecurve.system.text import some_of
 from onecurve.system.threads import Heartbeat
 
-# Method by which --max_val_images chooses images, as recorded in recipe.json
-VAL_CHOSEN = "a hash of their ids"
+# Method by which --max_val_images selects images, as recorded in recipe.json
+VAL_SELECTION_METHOD = "a hash of their ids"
 
 
 @dataclass
-class Opening:
-    """Components of a run that is being opened. open() restores the run's newest checkpoint, if any."""
+class RunSetup:
+    """Components of a run that is being opened. open_session() restores the run's newest checkpoint."""
 
     accelerator: JobAccelerator
     recipe: Recipe
     batch: Batch
     steps: Steps
     training: TrainingState
-    source: str  # Identity of the data, which changes with the data's content
+    data_identity: str  # Identity of the data, which changes with the data's content
     classes: tuple[str, ...]
-    cropped: bool | None = None  # True if the images stay encoded and are cropped
-    # The model's preprocessing before open(), and the run's preprocessing after open(). None if the script
-    # determines the preprocessing.
+    are_images_cropped: bool | None = None  # True if the images stay encoded and are cropped
+    # The model's preprocessing before open_session(), and the run's preprocessing after it. None if the
+    # script determines the preprocessing.
     preprocessing: DataConfig | None = dataclasses.field(default=None, kw_only=True)
     run_folder: RunFolder | None = None  # None except on the main process
-    record: MainRecord | None = None  # None except on the main process
+    main_record: MainRecord | None = None  # None except on the main process
 
-    def open(self) -> Ranks:
+    def open_session(self) -> RunSession:
         """Open the run. Release the run folder if opening fails. All ranks must call this method."""
         from onecurve.telemetry.sampling import Telemetry, this_process
 
         accelerator, recipe, training = self.accelerator, self.recipe, self.training
-        processes = gather_object([this_process(accelerator)])
+        process_infos = gather_object([this_process(accelerator)])
+        host_by_rank = [process_info.host for process_info in process_infos]
+        device_by_rank = [process_info.device for process_info in process_infos]
         try:
             resume_point = once(accelerator, "run folder", self._find_resume_point, recipe.timeout_s)
             state_values, saved_step, has_optimizer, main_folder, saved_steps, preprocessing = resume_point
-            self._refuse_older(main_folder, saved_steps, [process.host for process in processes])
+            self._refuse_outdated_folder(main_folder, saved_steps, host_by_rank)
             run_folder, state = self.run_folder, RunState(**state_values)
             self.preprocessing = preprocessing and data_config(preprocessing)
-            path, mirror = (run_folder.path, run_folder.mirror) if run_folder else (None, None)
+            folder, mirror = (run_folder.path, run_folder.mirror) if run_folder else (None, None)
             steps = dataclasses.replace(self.steps, first=state.step)
             if state.step:  # The run resumes from a checkpoint
-                training.restore(
-                    run_folder.checkpoint if run_folder else None, state.scalars(), has_optimizer
-                )
-            hosts = list(dict.fromkeys(process.host for process in processes))
-            recipe_file = self._recipe_file(hosts, [process.device for process in processes])
-            manifest = self._manifest(recipe_file)
-            check_lease = run_folder.leases[0].check if run_folder else lambda: None
+                checkpoint = run_folder.checkpoint if run_folder else None
+                training.restore(checkpoint, state.scalars(), has_optimizer)
+            recipe_file = self._recipe_file_content(list(dict.fromkeys(host_by_rank)), device_by_rank)
+            manifest = self._run_manifest(recipe_file)
+            check_owner = run_folder.leases[0].check_owner if run_folder else lambda: None
             saver = Saver(
-                training, path, manifest, recipe.keep_every, mirror, saved_step or None, check_lease
+                training, folder, manifest, recipe.keep_every, mirror, saved_step or None, check_owner
             )
             start_line = self._start_line(recipe_file, steps, state, has_optimizer)
-            begin_log = partial(self._start_log, recipe_file, start_line, steps, state, saver)
-            once(accelerator, "log", begin_log, recipe.timeout_s)
-            rank, last, wall_s = accelerator.process_index, steps.last, state.wall_s
-            telemetry = Telemetry(processes, rank, path, recipe.telemetry_s, lambda: state.step, last, wall_s)
-            skipped: TakeIds = list
+            create_record = partial(self._create_record, recipe_file, start_line, steps, state, saver)
+            once(accelerator, "log", create_record, recipe.timeout_s)
+            rank = accelerator.process_index
+            telemetry = Telemetry(
+                process_infos, rank, folder, recipe.telemetry_s, lambda: state.step, steps.last, state.wall_s
+            )
+            take_skipped_ids: TakeSkippedIds = list
             if isinstance(recipe, ImageRecipe):
-                from onecurve.data.workers import skipped
-            exchange = Exchange(self.record, telemetry, recipe.timeout_s, skipped)
+                from onecurve.data.workers import skipped as take_skipped_ids
+            exchange = MessageExchange(self.main_record, telemetry, recipe.timeout_s, take_skipped_ids)
             self._report_start(exchange, state.step)
-            meter = Meter(accelerator, self.batch, recipe.log_samples)
+            meter = TrainingMeter(accelerator, self.batch, recipe.log_samples)
             meter.resume(state, rank)
             predictions = Predictions(self.classes)
-            return Ranks(recipe, steps, state, meter, predictions, saver, exchange, self.record, saved_step)
+            return RunSession(
+                recipe, steps, state, meter, predictions, saver, exchange, self.main_record, saved_step
+            )
         except BaseException:
             if self.run_folder:
                 self.run_folder.release()
@@ -130,12 +134,12 @@ class Opening:
         self.run_folder = run_folder = RunFolder(self.recipe, name, self.steps.last, heartbeat)
         state, has_optimizer, checkpoint = RunState(), False, run_folder.checkpoint
         if checkpoint:
-            state, has_optimizer = self._state_from_checkpoint(checkpoint, run_folder.is_new)
+            state, has_optimizer = self._state_from_checkpoint(checkpoint, run_folder.starts_from_other_run)
         count_restarts(run_folder.path, state.step)
         if checkpoint:
             log.info(f"continuing at step {checkpoint.step:,} with the checkpoint {checkpoint.folder}")
         preprocessing = self._preprocessing(checkpoint.manifest if checkpoint else None)
-        saved_step = 0 if run_folder.is_new else state.step
+        saved_step = 0 if run_folder.starts_from_other_run else state.step
         saved_steps = steps_in(run_folder.path / "checkpoints")
         return [state.to_json(), saved_step, has_optimizer, str(run_folder.path), saved_steps, preprocessing]
 
@@ -148,15 +152,15 @@ class Opening:
         model_config = self.preprocessing
         if model_config is None or manifest is None:
             return model_config and model_config.to_json()
-        recorded = {"mean": model_config.mean, "std": model_config.std} | manifest.get("preprocessing", {})
-        run_config = data_config(recorded, self.recipe)
+        model_values = {"mean": model_config.mean, "std": model_config.std}
+        run_config = data_config(model_values | manifest.get("preprocessing", {}), self.recipe)
         if run_config != model_config:
             log.info(
                 f"the run keeps its preprocessing ({run_config}), although the model now has {model_config}"
             )
         return run_config.to_json()
 
-    def _refuse_older(self, folder: str, saved_steps: list[int], hosts: list[str]) -> None:
+    def _refuse_outdated_folder(self, folder: str, saved_steps: list[int], host_by_rank: list[str]) -> None:
         """Raise ValueError if a different host stores newer checkpoints than rank 0.
 
         All ranks must call this method. The c10d rendezvous assigns rank 0 to the host whose name sorts
@@ -165,38 +169,41 @@ class Opening:
         Args:
             folder: Folder of the run.
             saved_steps: Training steps at which rank 0's disk contains a checkpoint.
-            hosts: Name of each rank's host.
+            host_by_rank: Name of each rank's host.
         """
         steps_not_on_rank_0 = set(steps_in(Path(folder) / "checkpoints")) - set(saved_steps)
-        newest_by_rank = gather_object([max(steps_not_on_rank_0, default=-1)])
-        if (step := max(newest_by_rank)) > max(saved_steps, default=-1) and not self.recipe.s3:
+        newest_step_by_rank = gather_object([max(steps_not_on_rank_0, default=-1)])
+        newest_step = max(newest_step_by_rank)
+        if newest_step > max(saved_steps, default=-1) and not self.recipe.s3:
+            main_host = host_by_rank[0]
+            newest_host = host_by_rank[newest_step_by_rank.index(newest_step)]
             # The message contains no `host NAME`, by which tools/launch/elastic.py finds a host to exclude.
             raise ValueError(
-                f"{hosts[newest_by_rank.index(step)]} stores the run's checkpoint of step {step:,} in"
-                f" {folder}, but {hosts[0]}, which runs rank 0, does not. Copy the folder to {hosts[0]},"
-                " use a shared folder, or specify --s3. To start a new run, choose a different --output_dir"
+                f"{newest_host} stores the run's checkpoint of step {newest_step:,} in {folder}, but"
+                f" {main_host}, which runs rank 0, does not. Copy the folder to {main_host}, use a shared"
+                " folder, or specify --s3. To start a new run, choose a different --output_dir"
             )
 
-    def _state_from_checkpoint(self, checkpoint: Checkpoint, is_new: bool) -> tuple[RunState, bool]:
+    def _state_from_checkpoint(self, checkpoint: Checkpoint, is_other_run: bool) -> tuple[RunState, bool]:
         """Return the state in the checkpoint, and True if the optimizer state is restored.
 
-        `is_new` is True if the checkpoint belongs to a different run.
+        `is_other_run` is True if the checkpoint belongs to a different run.
         """
         recipe, steps, manifest = self.recipe, self.steps, checkpoint.manifest
-        trained_on, was_cropped = manifest.get("data"), manifest.get("cropped", self.cropped)
-        has_changed = trained_on != self.source or was_cropped != self.cropped
+        old_identity, was_cropped = manifest.get("data"), manifest.get("cropped", self.are_images_cropped)
+        has_data_changed = old_identity != self.data_identity or was_cropped != self.are_images_cropped
         # The sample ids in the state must refer to the same images.
-        if trained_on != self.source and "data" not in recipe.allow_changed:
+        if old_identity != self.data_identity and "data" not in recipe.allow_changed:
             raise ValueError(
-                f"{checkpoint.folder} was trained on {trained_on}, but --data {recipe.data} is now"
-                f" {self.source}. Specify the previous data, or add --allow_changed data"
+                f"{checkpoint.folder} was trained on {old_identity}, but --data {recipe.data} is now"
+                f" {self.data_identity}. Specify the previous data, or add --allow_changed data"
             )
-        if has_changed and "data" not in recipe.allow_changed:
-            old, new = ("cropped", "whole") if was_cropped else ("whole", "cropped")
+        if has_data_changed and "data" not in recipe.allow_changed:
+            old_form, new_form = ("cropped", "whole") if was_cropped else ("whole", "cropped")
             raise ValueError(
-                f"{checkpoint.folder} was trained on {old} images, because an earlier version of the code"
-                " chose whole or cropped images by the amount of free memory. This version uses"
-                f" {new} images. Add --allow_changed data to continue with {new} images"
+                f"{checkpoint.folder} was trained on {old_form} images, because an earlier version of the"
+                " code chose whole or cropped images by the amount of free memory. This version uses"
+                f" {new_form} images. Add --allow_changed data to continue with {new_form} images"
             )
         self.training.check(checkpoint)
         if class_changes := self.training.match(checkpoint).describe(recipe.data, str(checkpoint.folder)):
@@ -205,33 +212,35 @@ class Opening:
                 " name"
             )
         state = RunState.read(checkpoint)
-        has_optimizer = _has_optimizer(checkpoint, state, self.training, recipe)
+        has_optimizer = _can_restore_optimizer(checkpoint, state, self.training, recipe)
         if checkpoint.step > steps.last:
             raise ValueError(
                 f"--max_steps {steps.last}: {checkpoint.folder} is already at step {checkpoint.step:,}."
                 " Specify a larger number of steps"
             )
-        for change in _change_messages(checkpoint, self.training, recipe):
-            log.info(change)
+        for change_message in _change_messages(checkpoint, self.training, recipe):
+            log.info(change_message)
         # Convert each value to the type it has in a manifest
-        current = json.loads(json.dumps(recipe_part(recipe)))
-        recorded, evaluation_flags = manifest["recipe"], flags_where(type(recipe), "measures_best")
-        changed = [name for name in evaluation_flags if recorded.get(name, current[name]) != current[name]]
-        is_comparable = not (has_changed or changed)
-        if is_new or not is_comparable:  # The best evaluation belongs to a different run or is not comparable
+        current_flags = json.loads(json.dumps(recipe_part(recipe)))
+        recorded_flags = current_flags | manifest["recipe"]
+        evaluation_flags = flags_where(type(recipe), "measures_best")
+        changed_flags = [name for name in evaluation_flags if recorded_flags[name] != current_flags[name]]
+        is_best_comparable = not (has_data_changed or changed_flags)
+        # The best evaluation is reset if it belongs to a different run or is not comparable.
+        if is_other_run or not is_best_comparable:
             reset_fields: dict[str, Any] = {"best": {}, "stale": 0, "stopped": False}
             state = dataclasses.replace(state, evaluated=False, **reset_fields)
-        if is_new:
+        if is_other_run:
             state = dataclasses.replace(state, wandb_id=None, wandb_url=None)
-        elif not is_comparable:
+        elif not is_best_comparable:
             log.info("the best result is reset, because the data or the flags of the evaluation have changed")
-        if checkpoint.step == steps.last or state.is_over(recipe.patience):
+        if checkpoint.step == steps.last or state.ends_early(recipe.patience):
             # Only the end of the run is missing. Evaluate again, because the plots need predictions.
             state = dataclasses.replace(state, evaluated=False)
         return state, has_optimizer
 
-    def _recipe_file(self, hosts: list[str], devices: list[str]) -> RecipeFile:
-        """Return the content of recipe.json. `devices` contains each rank's device name."""
+    def _recipe_file_content(self, hosts: list[str], device_by_rank: list[str]) -> RecipeFile:
+        """Return the content of recipe.json."""
         accelerator, recipe = self.accelerator, self.recipe
         recipe_file: RecipeFile = {
             "script": script_name(),
@@ -245,33 +254,33 @@ class Opening:
             "step_graph": accelerator.step_graph,
             "threads": torch.get_num_threads(),
             "recipe": dataclasses.asdict(recipe),
-            "defaults": _defaults(recipe),
-            "source": self.source,
+            "defaults": _default_flags(recipe),
+            "source": self.data_identity,
             "unit": recipe.unit,
-            "val_chosen": VAL_CHOSEN,
+            "val_chosen": VAL_SELECTION_METHOD,
             "resumed_from": self.run_folder.resumed_from if self.run_folder else None,
-            "command": _command(),
+            "command": _user_command(),
             "argv": sys.argv,
             "version": __version__,
             "git_commit": _git_commit(),
             "versions": job.versions(accelerator),
             "hosts": hosts,
-            "devices": devices,
+            "devices": device_by_rank,
         }
         if self.preprocessing:
             recipe_file["preprocessing"] = self.preprocessing.to_json()
         return recipe_file
 
-    def _manifest(self, recipe_file: Mapping[str, object]) -> dict[str, Any]:
+    def _run_manifest(self, recipe_file: Mapping[str, object]) -> dict[str, Any]:
         """Return the checkpoint manifest entries that describe the run."""
-        written_keys = ("script", "strategy", "version", "git_commit", "versions", "hosts", "val_chosen")
-        written_by = {name: recipe_file[name] for name in written_keys}
+        writer_keys = ("script", "strategy", "version", "git_commit", "versions", "hosts", "val_chosen")
+        written_by = {key: recipe_file[key] for key in writer_keys}
         written_by |= dataclasses.asdict(self.accelerator.precision)
         written_by |= {"processes": self.batch.processes, "deterministic": self.recipe.deterministic}
-        manifest: dict[str, Any] = {"recipe": recipe_part(self.recipe), "data": self.source}
+        manifest: dict[str, Any] = {"recipe": recipe_part(self.recipe), "data": self.data_identity}
         manifest["classes"] = self.classes
-        if self.cropped is not None:
-            manifest["cropped"] = self.cropped
+        if self.are_images_cropped is not None:
+            manifest["cropped"] = self.are_images_cropped
         if self.preprocessing:
             manifest["preprocessing"] = self.preprocessing.to_json()
         return manifest | {"written_by": written_by} | self.training.about()
@@ -287,11 +296,11 @@ class Opening:
             "per_device_batch_size": self.batch.per_device,
             "accumulation_steps": self.batch.accumulations,
             "steps_per_epoch": steps.per_epoch,
-            "cropped": self.cropped,
+            "cropped": self.are_images_cropped,
             "has_optimizer": has_optimizer,
         }
 
-    def _start_log(
+    def _create_record(
         self,
         recipe_file: RecipeFile,
         start_line: StartLine,
@@ -306,7 +315,7 @@ class Opening:
         """
         run_folder = self.run_folder
         assert run_folder
-        checkpoint = None if run_folder.is_new else run_folder.checkpoint
+        checkpoint = None if run_folder.starts_from_other_run else run_folder.checkpoint
         with explaining_write_errors("the log", run_folder.path):
             # Remove temporary folders, such as a checkpoint that was downloaded from a different run.
             remove_temporary(run_folder.path / "checkpoints")
@@ -315,26 +324,27 @@ class Opening:
             (run_folder.path / "result.json").unlink(missing_ok=True)
             run_log = RunLog(run_folder.path, self.recipe, recipe_file, state, steps)
             written_by = checkpoint.manifest.get("written_by", {}) if checkpoint else {}
-            if change := host_change(written_by, recipe_file):
-                run_log.write_mark(change)
+            if host_change_event := host_change(written_by, recipe_file):
+                run_log.write_entry(host_change_event)
         if run_folder.mirror and checkpoint:  # The upload of the checkpoint may have been interrupted
             run_folder.mirror.offer(checkpoint.step, state.best_step)
         log.info(f"the run folder is {run_folder.path}")
-        utilisation_values = None
+        flops_utilisation = None
         if isinstance(self.recipe, ImageRecipe):
             from onecurve.telemetry.flops import utilisation
 
-            utilisation_values = utilisation(
+            flops_utilisation = utilisation(
                 self.recipe, len(self.classes), recipe_file["devices"], recipe_file["mixed_precision"]
             )
-            self._warn_of_export()
-        result_end: ResultEnd = {"parameters": sum(map(math.prod, self.training.gathering.shapes.values()))}
-        job_parts = self.accelerator, self.recipe, self.batch
-        self.record = MainRecord(
-            *job_parts, steps, state, run_folder, saver, run_log, utilisation_values, result_end
+            self._warn_if_export_would_fail()
+        parameter_count = sum(map(math.prod, self.training.gathering.shapes.values()))
+        end_entries: EndEntries = {"parameters": parameter_count}
+        job_parts = (self.accelerator, self.recipe, self.batch)
+        self.main_record = MainRecord(
+            *job_parts, steps, state, run_folder, saver, run_log, flops_utilisation, end_entries
         )
 
-    def _warn_of_export(self) -> None:
+    def _warn_if_export_would_fail(self) -> None:
         """Warn if export.py would refuse the model because the Model section depends on code outside it."""
         from onecurve.models.script import MOVE_ADVICE, model_section, names_from_above
 
@@ -344,24 +354,25 @@ class Opening:
         if script_file is None or hasattr(self.training.layout.module, "pretrained_cfg"):
             return
         model_code = model_section(Path(script_file).read_text())
-        if model_code and (missing := names_from_above(model_code)):
-            log.info(
-                f"warning: export.py will fail, because the Model section needs {some_of(missing)}."
-                f" {MOVE_ADVICE}"
-            )
+        outside_names = names_from_above(model_code) if model_code else []
+        if outside_names:
+            needed = some_of(outside_names)
+            log.info(f"warning: export.py will fail, because the Model section needs {needed}. {MOVE_ADVICE}")
 
-    def _report_start(self, exchange: Exchange, step: int) -> None:
+    def _report_start(self, exchange: MessageExchange, step: int) -> None:
         """Report to launch.py the first step of this start, and whether all hosts can read the run folder.
 
         All ranks must call this method.
         """
         if EVENTS_FILE_VARIABLE not in os.environ:
             return
-        path = self.run_folder.path.resolve() / "recipe.json" if self.run_folder else None
-        path_and_content = exchange.poll.gather((path, path.read_bytes()) if path else None)[0]
-        is_shared = all(exchange.poll.gather(_has_content(*path_and_content)))
-        if path:
-            location = {"folder": str(path.parent), "in_s3": bool(self.recipe.s3), "is_shared": is_shared}
+        recipe_file = self.run_folder.path.resolve() / "recipe.json" if self.run_folder else None
+        local_path_and_content = (recipe_file, recipe_file.read_bytes()) if recipe_file else None
+        (main_recipe_file, main_content), *_ = exchange.poll.gather(local_path_and_content)
+        is_shared = all(exchange.poll.gather(_has_content(main_recipe_file, main_content)))
+        if recipe_file:
+            location: dict[str, Any] = {"folder": str(recipe_file.parent), "in_s3": bool(self.recipe.s3)}
+            location["is_shared"] = is_shared
             report_event("began", step=step, processes=self.batch.processes, **location)
 
 
@@ -372,7 +383,9 @@ def _has_content(file: Path, content: bytes) -> bool:
     return False
 
 
-def _has_optimizer(checkpoint: Checkpoint, state: RunState, training: TrainingState, recipe: Recipe) -> bool:
+def _can_restore_optimizer(
+    checkpoint: Checkpoint, state: RunState, training: TrainingState, recipe: Recipe
+) -> bool:
     """Return True if the optimizer state in the checkpoint can be restored.
 
     If the optimizer state does not match, the function returns False if --allow_changed permits a different
@@ -380,12 +393,12 @@ def _has_optimizer(checkpoint: Checkpoint, state: RunState, training: TrainingSt
     """
     try:
         training.optimizer.check(checkpoint, state.scalars(), training.row_orders(checkpoint))
-    except ValueError as problem:
+    except ValueError as mismatch:
         if "optimizer" not in recipe.allow_changed:
             raise ValueError(
-                f"{problem}. Specify the same optimizer, or add --allow_changed optimizer to reset the state"
+                f"{mismatch}. Specify the same optimizer, or add --allow_changed optimizer to reset the state"
             ) from None
-        log.info(f"the optimizer's state is reset: {problem}")
+        log.info(f"the optimizer's state is reset: {mismatch}")
         return False
     return True
 
@@ -402,28 +415,28 @@ def _change_messages(checkpoint: Checkpoint, training: TrainingState, recipe: Re
         yield f"the run is now {mode}. The result of the run can't be reproduced bit for bit"
 
 
-def changed_dtypes(written_by: dict[str, Any], dtypes: dict[str, Any]) -> str:
+def changed_dtypes(written_by: dict[str, Any], current_dtypes: dict[str, Any]) -> str:
     """Describe how the compute dtypes differ from the checkpoint's. Weights are always stored in fp32."""
-    changed_names = [name for name, dtype in dtypes.items() if written_by.get(name, dtype) != dtype]
-    return ", ".join(f"{name} {dtypes[name]} (previously {written_by[name]})" for name in changed_names)
+    changed = {name: dtype for name, dtype in current_dtypes.items() if written_by.get(name, dtype) != dtype}
+    return ", ".join(f"{name} {dtype} (previously {written_by[name]})" for name, dtype in changed.items())
 
 
-def changed_packages(before: dict[str, str] | None, now: dict[str, str]) -> str:
+def changed_packages(old_versions: dict[str, str] | None, current_versions: dict[str, str]) -> str:
     """Describe the packages or attention kernels that differ from the checkpoint's.
 
-    `before` is None for unknown versions.
+    `old_versions` is None if the versions are unknown.
     """
-    if before is None:
+    if old_versions is None:
         return ""
-    versions = {name: (before.get(name, "none"), now.get(name, "none")) for name in {**before, **now}}
-    return ", ".join(
-        f"{name} {version} (previously {old_version})"
-        for name, (old_version, version) in versions.items()
-        if old_version != version
-    )
+    changes = []
+    for package in {**old_versions, **current_versions}:
+        old_version, version = old_versions.get(package, "none"), current_versions.get(package, "none")
+        if old_version != version:
+            changes.append(f"{package} {version} (previously {old_version})")
+    return ", ".join(changes)
 
 
-def _defaults(recipe: Recipe) -> dict[str, Any]:
+def _default_flags(recipe: Recipe) -> dict[str, Any]:
     """Return the script's default recipe. Some defaults are derived from flags of the given recipe."""
     default_recipe = type(recipe)()
     deciding_flags = {name: getattr(recipe, name) for name in flags_where(type(recipe), "decides_defaults")}
@@ -431,7 +444,7 @@ def _defaults(recipe: Recipe) -> dict[str, Any]:
     return derived_defaults | {name: getattr(default_recipe, name) for name in deciding_flags}
 
 
-def _command() -> list[str]:
+def _user_command() -> list[str]:
     """Return the command with which the user started the outermost launcher or this process.
 
     The result excludes words before the launcher (sudo, env, a shell), because these words may contain
@@ -444,8 +457,8 @@ def _command() -> list[str]:
         contains_script = any(Path(word).name == Path(sys.argv[0]).name for word in parent_words)
         ends_with_flags = parent_words[len(parent_words) - len(flags) :] == flags
         if contains_script and ends_with_flags and parent.launcher(within=3):
-            is_program = parent.launcher(within=2) not in ("", "launch.py")
-            if is_program:
+            is_installed_program = parent.launcher(within=2) not in ("", "launch.py")
+            if is_installed_program:
                 command = [Path(parent_words[0]).name, *parent_words[1:]]
             else:
                 command = ["python", *parent_words]
