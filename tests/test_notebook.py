@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from onecurve.distributed.process import _is_own_process
+from onecurve.distributed.process import _owns_process
 from tests.conftest import BIN, CNN, ROOT, link_environment, python, result, rows_of, run
 
 DISPLAY = """  # what Jupyter's own module does with a picture
@@ -81,7 +81,7 @@ def test_a_process_belongs_to_the_script_that_python_started(command, is_own, mo
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     monkeypatch.setattr(sys, "orig_argv", words)
     monkeypatch.setattr(sys, "argv", ["train.py", "--seed", "1"])
-    assert _is_own_process() == is_own
+    assert _owns_process() == is_own
 
 
 def test_the_line_for_jobs_is_understood():

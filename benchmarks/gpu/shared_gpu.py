@@ -49,7 +49,7 @@ def use_nccl() -> None:
     The project's check that each rank uses a different GPU is disabled.
     """
     os.environ |= NCCL
-    accelerator.check_own_gpu = lambda *_: None
+    accelerator.refuse_shared_gpu = lambda *_: None
     if os.environ["RANK"] == "0":
         print(
             f"{os.environ['WORLD_SIZE']} ranks share one GPU over NCCL {torch.cuda.nccl.version()}",

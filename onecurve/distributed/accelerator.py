@@ -24,38 +24,38 @@ from onecurve.distributed.agreement import agree
 from onecurve.distributed.channel import Channel
 from onecurve.distributed.devices import (
     check_devices,
-    check_own_gpu,
     choose_algorithms,
     keep_freed_memory,
+    refuse_shared_gpu,
     rehearse_on_cpu,
     use_all_cores,
 )
 from onecurve.distributed.exact_sum import ExactSum, use_foreach
-from onecurve.distributed.hang import record_collectives
+from onecurve.distributed.hang import configure_flight_recorder
 from onecurve.distributed.initial_weights import share_initial_weights
 from onecurve.distributed.job_accelerator import JobAccelerator
 from onecurve.distributed.launch_config import (
     check_launch_config,
     check_wrapped_classes,
-    disable_meaningless,
+    disable_ineffective_answers,
     enabled_precision,
-    settle_auto,
+    replace_auto_values,
 )
 from onecurve.distributed.layout import plain_module
 from onecurve.distributed.precision import (
-    HALF,
+    HALF_DTYPES,
     autocast_forward,
-    cast_inputs,
     chosen_precision,
+    launch_command_precision,
+    make_input_cast_hook,
     settle_precision,
-    typed_precision,
 )
 from onecurve.distributed.rendezvous import (
     backend,
-    check_processes,
+    check_process_count,
+    choose_gloo_interface,
+    create_group_in_agents_store,
     elastic_batch,
-    join_agents_store,
-    name_interface,
     replacement_problem,
 )
 from onecurve.distributed.strategy import (
@@ -80,15 +80,15 @@ if TYPE_CHECKING:
     from onecurve.distributed.blocks import Compilation
 
 
-class Launch(NamedTuple):
+class LaunchSettings(NamedTuple):
     """Settings that a process determines before it joins the process group.
 
-    `deepspeed` is the DeepSpeed JSON file's content, or None. `is_rehearsal` is True if CPU processes stand
-    in for GPUs.
+    `deepspeed_config` is the DeepSpeed JSON file's content, or None. `is_rehearsal` is True if CPU processes
+    stand in for GPUs.
     """
 
     batch: Batch
-    deepspeed: dict[str, Any] | None
+    deepspeed_config: dict[str, Any] | None
     is_rehearsal: bool
 
 
@@ -103,31 +103,32 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[JobAccelerator, Batch]:
         ValueError: If the launcher's config contains an unsupported answer, the processes can't divide the
             batch evenly, the host has too few GPUs, or the processes' settings differ.
     """
-    launch = _read_launcher(job)
+    launch_settings = _read_launch_settings(job)
     check_devices()
-    compilation, remarks = _set_environment(job, launch)
-    accelerator = _join_group(job, launch, clip_norm, compilation)
-    _agree_on_start(job, launch, accelerator, remarks)
-    watch.ready(accelerator)
-    return accelerator, launch.batch
+    compilation, config_remarks = _set_environment(job, launch_settings)
+    accelerator = _join_group(job, launch_settings, clip_norm, compilation)
+    _agree_on_start(job, launch_settings, accelerator, config_remarks)
+    watch.watch_ranks(accelerator)
+    return accelerator, launch_settings.batch
 
 
-def _read_launcher(job: Job) -> Launch:
+def _read_launch_settings(job: Job) -> LaunchSettings:
     """Read and check the launcher's settings without communication, and start watching for signals."""
-    requested_precision = job.mixed_precision or typed_precision()
-    zero_config = check_launch_config(
+    requested_precision = job.mixed_precision or launch_command_precision()
+    deepspeed_config = check_launch_config(
         os.environ,
         world_size(),
-        deepspeed_config=job.deepspeed_config,
+        deepspeed_config_file=job.deepspeed_config,
         precision=requested_precision,
     )
-    check_processes()
+    check_process_count()
     batch = elastic_batch(job)
     watch.start(job.timeout_s)
-    return Launch(batch, zero_config, "LOCAL_RANK" in os.environ and not torch.cuda.is_available())
+    is_rehearsal = "LOCAL_RANK" in os.environ and not torch.cuda.is_available()
+    return LaunchSettings(batch, deepspeed_config, is_rehearsal)
 
 
-def _set_environment(job: Job, launch: Launch) -> tuple["Compilation", list[str]]:
+def _set_environment(job: Job, launch_settings: LaunchSettings) -> tuple["Compilation", list[str]]:
     """Configure torch, Accelerate and DeepSpeed before importing DeepSpeed and creating the process group.
 
     Returns:
@@ -142,120 +143,126 @@ def _set_environment(job: Job, launch: Launch) -> tuple["Compilation", list[str]
     if job.deepspeed_config:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     accelerate_.cache_package_lookups()
-    remarks = disable_meaningless(launch.is_rehearsal)
-    if launch.is_rehearsal:
+    config_remarks = disable_ineffective_answers(launch_settings.is_rehearsal)
+    if launch_settings.is_rehearsal:
         rehearse_on_cpu()
     compilation = chosen_compilation(job.compile)
     if not compilation:
         torch_.postpone_compiler()
-    name_interface()
-    record_collectives()
+    choose_gloo_interface()
+    configure_flight_recorder()
     keep_segments_out_of_nccl()
     torch_.set_default_group_timeout(job.timeout_s)
-    return compilation, remarks
+    return compilation, config_remarks
 
 
-def _join_group(job: Job, launch: Launch, clip_norm: float, compilation: "Compilation") -> JobAccelerator:
+def _join_group(
+    job: Job, launch_settings: LaunchSettings, clip_norm: float, compilation: "Compilation"
+) -> JobAccelerator:
     """Join the process group, and choose the settings that depend on the device or strategy."""
     from onecurve.distributed.step_graph import chosen_step_graph
     from onecurve.models.attention import has_kernel
 
-    batch = launch.batch
+    batch = launch_settings.batch
     with spending(PROCESS_GROUP):
-        join_agents_store(job.timeout_s)
-        accelerator = make_accelerator(job, batch, launch.deepspeed, clip_norm)
+        create_group_in_agents_store(job.timeout_s)
+        accelerator = make_accelerator(job, batch, launch_settings.deepspeed_config, clip_norm)
     if accelerator.device.type == "cuda":
         with spending(CUDA_START):
-            torch.zeros((), device=accelerator.device)
+            torch.zeros((), device=accelerator.device)  # the first tensor creates the CUDA context
     assert accelerator.num_processes == batch.processes
     if batch.processes > 1 and accelerator.device.type == "cuda" and backend() == "nccl":
         gpu_uuid = str(torch.cuda.get_device_properties(accelerator.device).uuid)
-        check_own_gpu(Channel(), rank(), batch.processes, gpu_uuid)
+        refuse_shared_gpu(Channel(), rank(), batch.processes, gpu_uuid)
     accelerator.compilation = compilation
     accelerator.step_graph = chosen_step_graph(accelerator, job.step_graph)
     accelerator.short_attention = has_kernel(accelerator.device, precision(accelerator))
     if accelerator.step_graph and accelerator.device.type == "cuda":
         accelerator.step_stream = torch.cuda.Stream()
-    _refuse_for_strategy(accelerator)
+    _refuse_unsupported_flags(accelerator)
     if accelerator.device.type == "cpu":
         use_all_cores(job.deterministic)
         keep_freed_memory()
     return accelerator
 
 
-def _refuse_for_strategy(accelerator: JobAccelerator) -> None:
+def _refuse_unsupported_flags(accelerator: JobAccelerator) -> None:
     """Raise ValueError for flags that the strategy does not support."""
-    name = strategy(accelerator)
-    if accelerator.compilation and name == "zero3":
+    strategy_name = strategy(accelerator)
+    if accelerator.compilation and strategy_name == "zero3":
         raise ValueError(
-            f"--compile {accelerator.compilation} (or dynamo_backend in the accelerate config) does not work"
-            " with ZeRO-3, which gathers parameters inside each block. Use --compile no, or train with ZeRO-2"
-            " or FSDP2."
+            f"--compile {accelerator.compilation} (or dynamo_backend in the accelerate config)"
+            " does not work with ZeRO-3, which gathers parameters inside each block."
+            " Use --compile no, or train with ZeRO-2 or FSDP2."
         )
-    if accelerator.deterministic and name.startswith("zero") and accelerator.num_processes > 1:
+    if accelerator.deterministic and strategy_name.startswith("zero") and accelerator.num_processes > 1:
         raise ValueError(
-            "--deterministic does not work with ZeRO, because ZeRO adds gradients in an order that depends on"
-            " the number of processes. Train with DDP or FSDP2, or remove --deterministic."
+            "--deterministic does not work with ZeRO,"
+            " because ZeRO adds gradients in an order that depends on the number of processes."
+            " Train with DDP or FSDP2, or remove --deterministic."
         )
 
 
-def _agree_on_start(job: Job, launch: Launch, accelerator: JobAccelerator, remarks: list[str]) -> None:
+def _agree_on_start(
+    job: Job, launch_settings: LaunchSettings, accelerator: JobAccelerator, config_remarks: list[str]
+) -> None:
     """Check that all ranks chose the same settings, and print them."""
     from onecurve.models.attention import kernel_version
 
-    batch, compilation = launch.batch, accelerator.compilation
-    settings: dict[str, Any] = {"strategy": strategy(accelerator), "sharding": sharding(accelerator)}
-    settings |= {"compile": str(compilation), "grad_checkpointing": accelerator.grad_checkpointing}
-    settings |= vars(accelerator.precision)
+    batch, compilation = launch_settings.batch, accelerator.compilation
+    agreed_settings: dict[str, Any] = {"strategy": strategy(accelerator), "sharding": sharding(accelerator)}
+    agreed_settings |= {"compile": str(compilation), "grad_checkpointing": accelerator.grad_checkpointing}
+    agreed_settings |= vars(accelerator.precision)
     code_and_versions = {"script and onecurve/": _code_hash(), **versions()}
-    settings |= {"deterministic": job.deterministic, "step_graph": accelerator.step_graph}
+    agreed_settings |= {"deterministic": job.deterministic, "step_graph": accelerator.step_graph}
     if job.deterministic:  # the attention kernel rounds differently from torch's attention
-        settings |= {"short_attention": accelerator.short_attention and kernel_version()}
+        agreed_settings |= {"short_attention": accelerator.short_attention and kernel_version()}
     if job.deterministic and accelerator.device.type == "cpu":  # the number of threads affects gradient sums
-        settings |= {"threads": torch.get_num_threads()}
-    agree(accelerator, {**code_and_versions, "recipe": agreed_part(job), **settings})
-    if launch.is_rehearsal:
+        agreed_settings |= {"threads": torch.get_num_threads()}
+    agree(accelerator, {**code_and_versions, "recipe": agreed_part(job), **agreed_settings})
+    if launch_settings.is_rehearsal:
         count = batch.processes
         accelerator.print(f"rehearsal on CPU: {count} gloo processes stand in for {count} GPUs")
-    for remark in (*remarks, replacement_problem(), deaf_launcher()):
+    for remark in (*config_remarks, replacement_problem(), deaf_launcher()):
         if remark:
             accelerator.print(remark)
     accelerator.print(
         f"{strategy(accelerator)}, {batch}, mixed precision {precision(accelerator)}"
-        + _less_common_settings(accelerator, batch)
+        + _describe_uncommon_settings(accelerator, batch)
     )
 
 
-def _less_common_settings(accelerator: JobAccelerator, batch: Batch) -> str:
+def _describe_uncommon_settings(accelerator: JobAccelerator, batch: Batch) -> str:
     """Return the end of the startup line, with the less common settings."""
     description = f", compiled ({accelerator.compilation})" if accelerator.compilation else ""
     description += ", half-precision weights" if accelerator.precision.half_precision == "weights" else ""
     description += ", activation checkpointing" if accelerator.grad_checkpointing else ""
     description += ", a CUDA graph for each step" if accelerator.step_graph else ""
     if accelerator.deterministic:
-        is_summed = batch.processes * batch.accumulations > 1
-        description += f", deterministic{' (gradients in float64: twice the memory and traffic)' * is_summed}"
+        description += ", deterministic"
+        if batch.processes * batch.accumulations > 1:
+            description += " (gradients in float64: twice the memory and traffic)"
         description += f", threads {torch.get_num_threads()}" if accelerator.device.type == "cpu" else ""
     return description
 
 
 def make_accelerator(
-    job: Job, batch: Batch, zero_config: dict[str, Any] | None, clip_norm: float
+    job: Job, batch: Batch, deepspeed_config: dict[str, Any] | None, clip_norm: float
 ) -> JobAccelerator:
     """Return the Accelerator for the launcher's environment and the job's flags, with compilation disabled.
 
     Args:
         job: The job's flags.
         batch: The batch arithmetic.
-        zero_config: The DeepSpeed JSON file's content, as returned by check_launch_config(), or None.
+        deepspeed_config: The DeepSpeed JSON file's content, as returned by check_launch_config(), or None.
         clip_norm: Maximum gradient norm for DeepSpeed's engine. 0 disables clipping.
     """
     accelerate_.print_where(is_hosts_first)
-    engines_precision = enabled_precision(zero_config)
-    mixed_precision = chosen_precision(job.mixed_precision or engines_precision)
+    deepspeed_precision = enabled_precision(deepspeed_config)
+    mixed_precision = chosen_precision(job.mixed_precision or deepspeed_precision)
     accelerator = JobAccelerator(
         mixed_precision=mixed_precision,
-        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=zero_config) if job.deepspeed_config else None,
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=deepspeed_config) if job.deepspeed_config else None,
         dynamo_plugin=TorchDynamoPlugin(backend="no"),  # wrap() compiles the model
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=batch.accumulations, sync_with_dataloader=False
@@ -276,9 +283,10 @@ def make_accelerator(
     if accelerator.distributed_type != DistributedType.FSDP:
         accelerate_.skip_dtensor_import()
     accelerator.precision = settle_precision(
-        accelerator, mixed_precision, engines_precision == mixed_precision, job.grad_compression
+        accelerator, mixed_precision, deepspeed_precision == mixed_precision, job.grad_compression
     )
-    accelerator.deterministic, accelerator.grad_checkpointing = job.deterministic, job.grad_checkpointing
+    accelerator.deterministic = job.deterministic
+    accelerator.grad_checkpointing = job.grad_checkpointing
     if accelerator.distributed_type == DistributedType.FSDP:
         fsdp_plugin = accelerator.state.fsdp_plugin
         accelerator.grad_checkpointing |= bool(fsdp_plugin.activation_checkpointing)
@@ -303,9 +311,9 @@ def prepare(
     graph. BatchNorm layers use the running statistics of onecurve.numerics.batch_norm.
     """
     share_initial_weights(accelerator, model)
-    wrapped = wrap(accelerator, model, optimizer)
+    wrapped_model, wrapped_optimizer = wrap(accelerator, model, optimizer)
     now.enter(STARTING)
-    return wrapped
+    return wrapped_model, wrapped_optimizer
 
 
 def wrap(
@@ -315,10 +323,10 @@ def wrap(
     from onecurve.distributed.step_graph import on_step_stream
 
     with on_step_stream(accelerator):
-        return _wrap(accelerator, model, optimizer)
+        return _wrap_in_stages(accelerator, model, optimizer)
 
 
-def _wrap(
+def _wrap_in_stages(
     accelerator: JobAccelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, AcceleratedOptimizer]:
     """Wrap the model and the optimizer in three stages.
@@ -334,70 +342,74 @@ def _wrap(
 
     check_wrapped_classes(model)
     if accelerator.short_attention:
-        dtype = HALF[accelerator.precision.mixed_precision]
-        failure = kernel_failure(model, accelerator.device, dtype)
-        if failure is not None:  # all ranks must use the same attention kernel
-            failure = next(filter(None, gather_object([failure])), "")
-        if failure:
+        attention_dtype = HALF_DTYPES[accelerator.precision.mixed_precision]
+        kernel_error = kernel_failure(model, accelerator.device, attention_dtype)
+        if kernel_error is not None:  # all ranks must use the same attention kernel
+            kernel_errors_by_rank = gather_object([kernel_error])
+            kernel_error = next((error_text for error_text in kernel_errors_by_rank if error_text), "")
+        if kernel_error:
             accelerator.print(
-                f"using torch's attention because the attention kernel for short sequences failed: {failure}"
+                "using torch's attention"
+                f" because the attention kernel for short sequences failed: {kernel_error}"
             )
-        accelerator.short_attention = not failure and use_kernel(model)
+        accelerator.short_attention = not kernel_error and use_kernel(model)
     if not accelerator.deterministic:
         prefer_cudnn(model, accelerator.device)
     # FSDP2 and ZeRO flatten parameters and thereby lose the channels_last format. With --deterministic, every
     # strategy uses FSDP2's memory format, because the order of additions in a convolution depends on it.
     if strategy(accelerator) in ("single", "ddp") and not accelerator.deterministic:
         model = model.to(memory_format=torch.channels_last)
-    statistics = RunningStatistics(model)
-    uses_blocks = accelerator.compilation or strategy(accelerator) in ("fsdp", "zero3")
-    if uses_blocks and next(blocks_of(model), None) is None:
+    running_statistics = RunningStatistics(model)
+    needs_block_classes = accelerator.compilation or strategy(accelerator) in ("fsdp", "zero3")
+    if needs_block_classes and next(blocks_of(model), None) is None:
         model_name = type(model).__name__
         accelerator.print(
             f"{model_name} defines no block classes, so the model is gathered or compiled as a whole"
         )
     if accelerator.compilation:
-        is_whole = strategy(accelerator) in ("single", "ddp") and not accelerator.grad_checkpointing
-        is_whole &= not accelerator.deterministic  # results must match FSDP2's block-by-block compilation
-        compile_blocks(model, accelerator.compilation, is_whole, accelerator.gradient_accumulation_steps)
+        as_one_graph = strategy(accelerator) in ("single", "ddp") and not accelerator.grad_checkpointing
+        as_one_graph &= not accelerator.deterministic  # results must match FSDP2's block-by-block compilation
+        accumulations = accelerator.gradient_accumulation_steps
+        compile_blocks(model, accelerator.compilation, as_one_graph, accumulations)
     if accelerator.grad_checkpointing:
         checkpoint_activations(model)
     # Accelerate itself applies autocast for single and ddp
     is_sharded = strategy(accelerator) not in ("single", "ddp")
     if is_sharded and accelerator.precision.half_precision == "autocast":
         autocast_forward(accelerator, model)
-    is_exact = accelerator.deterministic and accelerator.distributed_type != DistributedType.DEEPSPEED
-    if is_exact and (accelerator.device.type == "cpu" or sharding(accelerator).get("offload_params")):
+    adds_exactly = accelerator.deterministic and accelerator.distributed_type != DistributedType.DEEPSPEED
+    if adds_exactly and (accelerator.device.type == "cpu" or sharding(accelerator).get("offload_params")):
         use_foreach(optimizer)  # the optimizer steps on the CPU
-    elif is_exact and accelerator.scaler:  # fused SGD rounds differently if it unscales gradients
+    elif adds_exactly and accelerator.scaler:  # fused SGD rounds differently if it unscales gradients
         torch_.unscale_before_step(optimizer)
-    if is_exact and not is_sharded:  # ExactSum replaces DDP's gradient exchange
-        prepared = accelerator.prepare_model(model, evaluation_mode=True)
+    if adds_exactly and not is_sharded:  # ExactSum replaces DDP's gradient exchange
+        prepared_model = accelerator.prepare_model(model, evaluation_mode=True)
         prepared_optimizer = accelerator.prepare_optimizer(optimizer)
     else:
-        prepared, prepared_optimizer = accelerator.prepare(model, optimizer)
-    if is_exact:
-        keep_strides(prepared)
+        prepared_model, prepared_optimizer = accelerator.prepare(model, optimizer)
+    if adds_exactly:
+        keep_strides(prepared_model)
         # Several gradients per parameter in each step
         if accelerator.gradient_accumulation_steps * accelerator.num_processes > 1:
-            accelerator.exact_sum = ExactSum(accelerator, prepared)
-    statistics.follow(accelerator, plain_module(prepared))
+            accelerator.exact_sum = ExactSum(accelerator, prepared_model)
+    running_statistics.follow(accelerator, plain_module(prepared_model))
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         if accelerator.precision.half_precision == "weights":
-            plain_module(prepared).register_forward_pre_hook(cast_inputs(precision(accelerator)))
+            input_cast_hook = make_input_cast_hook(precision(accelerator))
+            plain_module(prepared_model).register_forward_pre_hook(input_cast_hook)
         if precision(accelerator) == "fp16":
             deepspeed_.allow_smallest_scale(prepared_optimizer.optimizer)
         else:
             refuse_skipped_steps(prepared_optimizer.optimizer)
-    if isinstance(prepared, nn.parallel.DistributedDataParallel):
-        prepared.broadcast_buffers = False  # onecurve.run.evaluation broadcasts the buffers
-        refuse_missing_gradients(plain_module(prepared), prepared_optimizer.optimizer)
-    prepared.train()
-    accelerator.prepared = prepared
-    return prepared, prepared_optimizer
+    if isinstance(prepared_model, nn.parallel.DistributedDataParallel):
+        prepared_model.broadcast_buffers = False  # onecurve.run.evaluation broadcasts the buffers
+        refuse_missing_gradients(plain_module(prepared_model), prepared_optimizer.optimizer)
+    prepared_model.train()
+    accelerator.prepared_model = prepared_model
+    return prepared_model, prepared_optimizer
 
 
-def _fill_deepspeed_config(config: dict[str, Any], batch: Batch, clip_norm: float) -> None:
+def _fill_deepspeed_config(deepspeed_config: dict[str, Any], batch: Batch, clip_norm: float) -> None:
     """Write the recipe's settings into DeepSpeed's config, so that all strategies use the same settings.
 
     If the config does not set a clipping norm, DeepSpeed would clip gradients at norm 1.0.
@@ -409,25 +421,25 @@ def _fill_deepspeed_config(config: dict[str, Any], batch: Batch, clip_norm: floa
         "gradient_clipping": clip_norm,
     }
     for key, recipe_value in recipe_values.items():
-        if config.get(key, "auto") not in ("auto", recipe_value) and rank() == 0:
+        if deepspeed_config.get(key, "auto") not in ("auto", recipe_value) and rank() == 0:
             log.info(
-                f"replacing {key} {config[key]} in the DeepSpeed config with the recipe's value,"
-                f" {recipe_value}"
+                f"replacing {key} {deepspeed_config[key]} in the DeepSpeed config"
+                f" with the recipe's value, {recipe_value}"
             )
-        config[key] = recipe_value
-    config.setdefault("steps_per_print", sys.maxsize)  # the script writes its own log
-    for remark in settle_auto(config):
+        deepspeed_config[key] = recipe_value
+    deepspeed_config.setdefault("steps_per_print", sys.maxsize)  # the script writes its own log
+    for remark in replace_auto_values(deepspeed_config):
         if rank() == 0:
             log.info(remark)
     deepspeed_.hide_untested_optimizers()
     # With offload, Accelerate would replace the script's optimizer with DeepSpeed's Adam and compile it.
-    config.setdefault("zero_force_ds_cpu_optimizer", False)
+    deepspeed_config.setdefault("zero_force_ds_cpu_optimizer", False)
 
 
 def _code_hash() -> str:
     """Return a hash of the running script and onecurve/, to detect hosts with outdated code."""
-    script_file, *package_files = Path(sys.argv[0]).resolve(), *sorted((ROOT / "onecurve").rglob("*.py"))
-    digest = hashlib.sha256(script_file.name.encode() + script_file.read_bytes())
-    for file in package_files:
-        digest.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
-    return digest.hexdigest()[:16]
+    script_file = Path(sys.argv[0]).resolve()
+    code_digest = hashlib.sha256(script_file.name.encode() + script_file.read_bytes())
+    for package_file in sorted((ROOT / "onecurve").rglob("*.py")):
+        code_digest.update(str(package_file.relative_to(ROOT)).encode() + package_file.read_bytes())
+    return code_digest.hexdigest()[:16]

@@ -11,38 +11,41 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from onecurve.distributed.channel import Channel, Reason
+from onecurve.distributed.channel import STORE_POLL_INTERVAL_S, Channel, Reason
 from onecurve.distributed.watch import Preempted, watch
 from onecurve.system.env import local_rank
 from onecurve.system.phase import in_phase
 
 Work = Callable[[Callable[[], None]], Any]  # function work(heartbeat) that returns a JSON value
-UNANSWERED_S = 240  # Seconds to wait for a worker after a signal, because one S3 request may take this long
+HEARTBEAT_INTERVAL_S = 1
+STOP_TIMEOUT_S = 240  # Seconds to wait for a worker after a signal, because one S3 request may take this long
 
 
-def agree(accelerator: Accelerator, facts: dict[str, Any]) -> None:
-    """Check that the facts are the same in all processes.
+def agree(accelerator: Accelerator, values: dict[str, Any]) -> None:
+    """Check that the values are the same in all processes.
 
     Args:
         accelerator: The started Accelerator.
-        facts: JSON-serialisable values to compare, by name.
+        values: JSON-serialisable values to compare, by name.
 
     Raises:
-        ValueError: If a fact differs between processes. Every process raises the error, and its message lists
-            the deviating ranks and their values.
+        ValueError: If a value differs between processes. Every process raises the error, and its message
+            lists the deviating ranks and their values.
     """
-    local_facts = {name: json.dumps(value, sort_keys=True, default=str) for name, value in facts.items()}
-    facts_by_rank = gather_object([(socket.gethostname(), local_facts)])
-    for name in local_facts:
-        values = [rank_facts.get(name) for _, rank_facts in facts_by_rank]
-        majority = Counter(values).most_common(1)[0][0]
-        odd_ranks = [rank for rank, value in enumerate(values) if value != majority]
-        if odd_ranks:
-            odd_host, odd_value = facts_by_rank[odd_ranks[0]][0], values[odd_ranks[0]]
+    own_json = {name: json.dumps(value, sort_keys=True, default=str) for name, value in values.items()}
+    hosts_and_json = gather_object([(socket.gethostname(), own_json)])
+    for name in own_json:
+        json_by_rank = [json_by_name.get(name) for _, json_by_name in hosts_and_json]
+        [(majority_json, _)] = Counter(json_by_rank).most_common(1)
+        deviating_ranks = [rank for rank, rank_json in enumerate(json_by_rank) if rank_json != majority_json]
+        if deviating_ranks:
+            deviating_host, _ = hosts_and_json[deviating_ranks[0]]
+            deviating_json = json_by_rank[deviating_ranks[0]]
             raise ValueError(
-                f"the processes do not agree: {name} is {_difference(odd_value, majority)} on rank"
-                f" {', '.join(map(str, odd_ranks))} (host {odd_host}), but {_difference(majority, odd_value)}"
-                " on the other ranks. Start all processes with the same code, flags, packages and data."
+                f"the processes do not agree: {name} is {_format_difference(deviating_json, majority_json)}"
+                f" on rank {', '.join(map(str, deviating_ranks))} (host {deviating_host}),"
+                f" but {_format_difference(majority_json, deviating_json)} on the other ranks."
+                " Start all processes with the same code, flags, packages and data."
             )
 
 
@@ -70,49 +73,53 @@ def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int, *, pe
     """
     if accelerator.num_processes == 1:
         return work(_raise_if_stopping)
-    this_rank, key_prefix, channel = accelerator.process_index, f"once/{topic}", Channel()
-    worker = this_rank - local_rank() if per_host else 0  # rank whose result this process returns
-    workers = set(gather_object([worker]))
-    if this_rank == worker:
+    this_rank = accelerator.process_index
+    key_prefix, channel = f"once/{topic}", Channel()
+    worker_rank = this_rank - local_rank() if per_host else 0  # rank whose result this process returns
+    worker_ranks = set(gather_object([worker_rank]))
+    if this_rank == worker_rank:
         try:
             with in_phase(f"preparing the {topic}"):
-                outcome = Reason.NONE, work(_make_heartbeat(channel, key_prefix))
+                outcome = (Reason.NONE, work(_make_heartbeat(channel, key_prefix)))
         except (ValueError, OSError) as error:
-            outcome = Reason.PROBLEM, f"{error} (on host {socket.gethostname()})"
+            outcome = (Reason.PROBLEM, f"{error} (on host {socket.gethostname()})")
         except Preempted:
-            outcome = Reason.STOP, None
+            outcome = (Reason.STOP, None)
         channel.post(f"{key_prefix}/{this_rank}", outcome)
     with in_phase(f"waiting for the {topic}"):
-        outcomes: dict[int, Any] = {}
-        heartbeat_count, received_at, stopped_at = -1, time.monotonic(), 0.0
-        while pending := workers - outcomes.keys():
-            answers = {rank: channel.read(f"{key_prefix}/{rank}") for rank in pending}
-            if any(answers.values()):
-                outcomes |= {rank: answer for rank, answer in answers.items() if answer}
+        outcome_by_rank: dict[int, Any] = {}
+        heartbeat_count, heartbeat_at, stop_posted_at = -1, time.monotonic(), 0.0
+        while pending_ranks := worker_ranks - outcome_by_rank.keys():
+            answer_by_rank = {rank: channel.read(f"{key_prefix}/{rank}") for rank in pending_ranks}
+            if any(answer_by_rank.values()):
+                outcome_by_rank |= {rank: answer for rank, answer in answer_by_rank.items() if answer}
                 continue
             if channel.store_error:
                 raise channel.store_error
             if watch.wanted():
                 # The processes still wait for all workers' outcomes
                 channel.post(f"{key_prefix}/stop", True)
-                stopped_at = stopped_at or time.monotonic()
-                if time.monotonic() - stopped_at > UNANSWERED_S:
+                stop_posted_at = stop_posted_at or time.monotonic()
+                if time.monotonic() - stop_posted_at > STOP_TIMEOUT_S:
                     raise Preempted  # the worker has died, and the launcher will stop this process
-            if (latest_heartbeat_count := channel.count(f"{key_prefix}/heartbeats")) != heartbeat_count:
-                heartbeat_count, received_at = latest_heartbeat_count, time.monotonic()
-            elif time.monotonic() - received_at > timeout_s:
+            latest_heartbeat_count = channel.add_to_counter(f"{key_prefix}/heartbeats", 0)
+            if latest_heartbeat_count != heartbeat_count:
+                heartbeat_count, heartbeat_at = latest_heartbeat_count, time.monotonic()
+            elif time.monotonic() - heartbeat_at > timeout_s:
                 watch.report_hang()
                 raise ValueError(
-                    f"rank {', '.join(map(str, sorted(pending)))} sent no heartbeat for {timeout_s} s"
+                    f"rank {', '.join(map(str, sorted(pending_ranks)))} sent no heartbeat for {timeout_s} s"
                     f" while preparing the {topic}. Check the rank's host, or increase --timeout_s."
                 )
-            time.sleep(0.05)
-    reason, content = max((outcomes[rank] for rank in sorted(workers)), key=itemgetter(0))
+            time.sleep(STORE_POLL_INTERVAL_S)
+    outcomes = [outcome_by_rank[rank] for rank in sorted(worker_ranks)]
+    reason, message_or_result = max(outcomes, key=itemgetter(0))
     if reason == Reason.PROBLEM:
-        raise ValueError(content)
+        raise ValueError(message_or_result)
     if reason == Reason.STOP:
         raise Preempted
-    return outcomes[worker][1]
+    _, worker_result = outcome_by_rank[worker_rank]
+    return worker_result
 
 
 def _make_heartbeat(channel: Channel, key_prefix: str) -> Callable[[], None]:
@@ -120,14 +127,14 @@ def _make_heartbeat(channel: Channel, key_prefix: str) -> Callable[[], None]:
 
     heartbeat() raises Preempted after any process has received a stop signal.
     """
-    sent_at = 0.0
+    heartbeat_sent_at = 0.0
 
     def heartbeat() -> None:
-        nonlocal sent_at
+        nonlocal heartbeat_sent_at
         _raise_if_stopping()
-        if time.monotonic() - sent_at > 1:
-            sent_at = time.monotonic()
-            channel.count(f"{key_prefix}/heartbeats", 1)
+        if time.monotonic() - heartbeat_sent_at > HEARTBEAT_INTERVAL_S:
+            heartbeat_sent_at = time.monotonic()
+            channel.add_to_counter(f"{key_prefix}/heartbeats", 1)
             if channel.read(f"{key_prefix}/stop"):
                 raise Preempted
             if channel.store_error:
@@ -141,9 +148,9 @@ def _raise_if_stopping() -> None:
         raise Preempted
 
 
-def _difference(value_json: str | None, other_json: str | None) -> str:
+def _format_difference(value_json: str | None, other_json: str | None) -> str:
     """Return the first JSON value as text. If both values are objects, include only entries that differ."""
-    value, other = json.loads(value_json or "null"), json.loads(other_json or "null")
-    if isinstance(value, dict) and isinstance(other, dict):
-        return ", ".join(f"{key}={setting}" for key, setting in value.items() if other.get(key) != setting)
+    value, other_value = json.loads(value_json or "null"), json.loads(other_json or "null")
+    if isinstance(value, dict) and isinstance(other_value, dict):
+        return ", ".join(f"{key}={entry}" for key, entry in value.items() if other_value.get(key) != entry)
     return str(value)

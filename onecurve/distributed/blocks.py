@@ -33,17 +33,18 @@ from onecurve.upstream.torch_ import allow_recompilations, draw_as_eager, has_cp
 # Maximum number of graphs per block class. A block class needs one training graph and one evaluation graph
 # for each width and stride. Beyond Dynamo's default limit of 8, a block would silently run uncompiled.
 RECOMPILE_LIMIT = 64
+CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # Inductor modes that use the compiler's CUDA graphs
 
 
-def blocks_of(model: nn.Module, names: Collection[str] | None = None) -> Iterator[nn.Module]:
+def blocks_of(model: nn.Module, class_names: Collection[str] | None = None) -> Iterator[nn.Module]:
     """Yield the outermost modules of the named classes. The default is the model's `_no_split_modules`."""
-    if names is None:
-        names = block_names(model)
+    if class_names is None:
+        class_names = block_names(model)
     for child in model.children():
-        if type(child).__name__ in names:
+        if type(child).__name__ in class_names:
             yield child
         else:
-            yield from blocks_of(child, names)
+            yield from blocks_of(child, class_names)
 
 
 def checkpoint_activations(model: nn.Module) -> None:
@@ -64,9 +65,9 @@ def checkpoint_activations(model: nn.Module) -> None:
         model.set_grad_checkpointing()  # type: ignore[operator]  # timm's models define it
     except (AttributeError, AssertionError):
         raise ValueError(
-            f"activation checkpointing needs block classes, but {type(model).__name__} defines none. List the"
-            " model's block classes in its attribute _no_split_modules, or disable --grad_checkpointing (or"
-            " fsdp_activation_checkpointing in the accelerate config)."
+            f"activation checkpointing needs block classes, but {type(model).__name__} defines none."
+            " List the model's block classes in its attribute _no_split_modules,"
+            " or disable --grad_checkpointing (or fsdp_activation_checkpointing in the accelerate config)."
         ) from None
 
 
@@ -84,10 +85,10 @@ def _with_recomputation(forward: Callable) -> Callable:
 class Compilation:
     """Arguments of torch.compile. The backend `no` disables compilation."""
 
-    backend: str = "no"
-    mode: str = "default"
-    fullgraph: bool = False
-    dynamic: bool = False
+    backend: str = "no"  # name of a compiler backend
+    mode: str = "default"  # Inductor's optimisation mode
+    fullgraph: bool = False  # True to raise an error at a graph break
+    dynamic: bool = False  # True to compile for variable tensor shapes
 
     def __bool__(self) -> bool:
         return self.backend != "no"
@@ -97,25 +98,29 @@ class Compilation:
         return self.mode if self.backend == "inductor" else self.backend
 
 
-def chosen_compilation(flag: str | None) -> Compilation:
+def chosen_compilation(compile_flag: str | None) -> Compilation:
     """Return the compilation settings from --compile or, without the flag, from the launcher's config.
 
     Raises:
         ValueError: If this host can't compile.
     """
-    if flag is None:
-        plugin = TorchDynamoPlugin(**_dynamo_arguments_from_config())
-        is_fullgraph, is_dynamic = bool(plugin.fullgraph), bool(plugin.dynamic)
-        compilation = Compilation(plugin.backend.value.lower(), plugin.mode, is_fullgraph, is_dynamic)
+    if compile_flag is None:
+        dynamo_plugin = TorchDynamoPlugin(**_dynamo_arguments_from_config())
+        compilation = Compilation(
+            backend=dynamo_plugin.backend.value.lower(),
+            mode=dynamo_plugin.mode,
+            fullgraph=bool(dynamo_plugin.fullgraph),
+            dynamic=bool(dynamo_plugin.dynamic),
+        )
     else:
-        compilation = Compilation("no" if flag == "no" else "inductor", flag)
+        compilation = Compilation("no" if compile_flag == "no" else "inductor", compile_flag)
     if compilation:
         _check_backend(compilation)
     return compilation
 
 
 def compile_blocks(
-    model: nn.Module, settings: Compilation, is_whole: bool = False, accumulations: int = 1
+    model: nn.Module, compilation: Compilation, as_one_graph: bool = False, accumulations: int = 1
 ) -> None:
     """Compile the forward method of each block or the whole model. The parameters keep their names.
 
@@ -129,8 +134,8 @@ def compile_blocks(
 
     Args:
         model: The model to compile, before the strategy wraps the model.
-        settings: Arguments of torch.compile.
-        is_whole: True to compile the model as one graph if possible. A whole-model graph requires a model
+        compilation: Arguments of torch.compile.
+        as_one_graph: True to compile the model as one graph if possible. A whole-model graph requires a model
             without sharding and activation checkpointing. Its results may differ bitwise from a sharded
             model's results.
         accumulations: Number of micro-batches per step in each process.
@@ -140,25 +145,28 @@ def compile_blocks(
     """
     allow_recompilations(RECOMPILE_LIMIT)
     draw_as_eager()
-    mode = settings.mode if settings.backend == "inductor" else None  # other backends do not support modes
+    # Other backends do not support modes
+    compile_mode = compilation.mode if compilation.backend == "inductor" else None
     blocks = list(blocks_of(model))
-    is_whole = is_whole and not any(type(block).__module__.startswith("timm.") for block in blocks)
-    has_graphs = settings.backend == "cudagraphs" or mode in ("reduce-overhead", "max-autotune")
-    if has_graphs and not (is_whole and accumulations == 1):
-        if mode != "max-autotune":
+    as_one_graph = as_one_graph and not any(type(block).__module__.startswith("timm.") for block in blocks)
+    uses_cuda_graphs = compilation.backend == "cudagraphs" or compile_mode in CUDA_GRAPH_MODES
+    if uses_cuda_graphs and not (as_one_graph and accumulations == 1):
+        if compile_mode != "max-autotune":
             raise ValueError(
-                f"--compile {settings} (or dynamo_backend in the accelerate config) uses the compiler's CUDA"
-                " graphs, which work only for CNNs in a single process or under DDP, without activation"
-                " checkpointing, gradient accumulation and --deterministic. Use --compile default."
+                f"--compile {compilation} (or dynamo_backend in the accelerate config)"
+                " uses the compiler's CUDA graphs, which work only for CNNs in a single process or under DDP,"
+                " without activation checkpointing, gradient accumulation and --deterministic."
+                " Use --compile default."
             )
-        mode = "max-autotune-no-cudagraphs"
-    for module in [model] if is_whole else blocks or [model]:
+        compile_mode = "max-autotune-no-cudagraphs"
+    compiled_modules = [model] if as_one_graph or not blocks else blocks
+    for module in compiled_modules:
         module.forward = torch.compile(
             module.forward,
-            backend=settings.backend,
-            mode=mode,
-            fullgraph=settings.fullgraph,
-            dynamic=settings.dynamic,
+            backend=compilation.backend,
+            mode=compile_mode,
+            fullgraph=compilation.fullgraph,
+            dynamic=compilation.dynamic,
         )
 
 
@@ -169,24 +177,25 @@ def _dynamo_arguments_from_config() -> dict[str, Any]:
     """
     if not is_on("ACCELERATE_USE_DEEPSPEED") or "ACCELERATE_DYNAMO_BACKEND" in os.environ:
         return {}
-    answers = accelerate_config().get("dynamo_config") or {}
-    config_keys = {
-        "backend": "backend",
-        "mode": "mode",
-        "fullgraph": "use_fullgraph",
-        "dynamic": "use_dynamic",
+    dynamo_answers = accelerate_config().get("dynamo_config") or {}
+    key_by_argument = {
+        "backend": "dynamo_backend",
+        "mode": "dynamo_mode",
+        "fullgraph": "dynamo_use_fullgraph",
+        "dynamic": "dynamo_use_dynamic",
     }
-    return {name: answers.get(f"dynamo_{key}") for name, key in config_keys.items()}
+    return {argument: dynamo_answers.get(key) for argument, key in key_by_argument.items()}
 
 
 def _check_backend(compilation: Compilation) -> None:
-    if compilation.backend not in (known_backends := torch.compiler.list_backends(())):
-        choices = ", ".join(known_backends)
+    known_backends = torch.compiler.list_backends(())
+    if compilation.backend not in known_backends:
         raise ValueError(
-            f"dynamo_backend {compilation.backend} is not available on this host. Choose one of {choices}."
+            f"dynamo_backend {compilation.backend} is not available on this host."
+            f" Choose one of {', '.join(known_backends)}."
         )
     if compilation.backend == "inductor" and not has_cpp_compiler():
         raise ValueError(
-            f"--compile {compilation} (or dynamo_backend in the accelerate config) needs a C++ compiler, but"
-            " none is installed on this host. Install g++, or use --compile no."
+            f"--compile {compilation} (or dynamo_backend in the accelerate config) needs a C++ compiler,"
+            " but none is installed on this host. Install g++, or use --compile no."
         )

@@ -16,13 +16,15 @@ from onecurve.system.env import is_hosts_first
 from onecurve.upstream.torch_ import default_store
 
 StoreAnswer = TypeVar("StoreAnswer")
-MISSING = b"null"  # JSON value of a missing key
+MISSING_VALUE_JSON = b"null"  # JSON value of a missing key
+STORE_POLL_INTERVAL_S = 0.05  # seconds between requests to the store while a process waits for a key
+MAIN_CLOSE_TIMEOUT_S = 10  # seconds to wait until a failing job's main process has closed its files
 
 
 class Reason(IntEnum):
     """Reason why a job's processes exit together. If several reasons apply, the largest value wins."""
 
-    NONE = 0
+    NONE = 0  # all processes continue
     STOP = 1  # a signal arrived or the launcher exited, so all processes save and raise Preempted
     PROBLEM = 2  # all processes raise ValueError with the same message
 
@@ -31,8 +33,8 @@ class Channel:
     """Channel for JSON messages in torch's store. Each channel may be used by only one thread.
 
     A connection to the store handles one request at a time. A request blocks while the store's process is
-    suspended. If the store's process dies, `gone` contains the error. From then on, the channel behaves as in
-    a single-process job, and returns no messages from other processes.
+    suspended. If the store's process dies, `store_error` contains the error. From then on, the channel
+    behaves as in a single-process job, and returns no messages from other processes.
     """
 
     def __init__(self, store: dist.Store | None = None) -> None:
@@ -54,7 +56,8 @@ class Channel:
     def read(self, key: str) -> Any:
         """Return the key's value, or None if the key does not exist yet."""
         value_json = self._call_store(
-            lambda: self.store.get(key) if self.store.check([key]) else MISSING, default=MISSING
+            lambda: self.store.get(key) if self.store.check([key]) else MISSING_VALUE_JSON,
+            default=MISSING_VALUE_JSON,
         )
         return json.loads(value_json)
 
@@ -62,7 +65,7 @@ class Channel:
         """Wait until the key exists, and return its value. After the store's timeout, raise RuntimeError."""
         return json.loads(self.store.get(key))
 
-    def first(self, key: str, value: Any) -> Any:
+    def store_if_unset(self, key: str, value: Any) -> Any:
         """Store the value unless the key already exists, and return the stored value."""
         value_json = json.dumps(value)
         stored_json = self._call_store(
@@ -70,8 +73,8 @@ class Channel:
         )
         return json.loads(stored_json)
 
-    def count(self, key: str, increment: int = 0) -> int:
-        """Add `more` to a counter that starts at 0, and return the new count."""
+    def add_to_counter(self, key: str, increment: int) -> int:
+        """Add `increment` to a counter that starts at 0, and return the new count."""
         return self._call_store(lambda: self.store.add(key, increment), increment)
 
     def _call_store(self, operation: Callable[[], StoreAnswer], default: StoreAnswer) -> StoreAnswer:
@@ -83,14 +86,16 @@ class Channel:
             return default
 
 
-def first_to_report(message: str, channel: Channel | None = None) -> bool:
+def claim_report(message: str, channel: Channel | None = None) -> bool:
     """Return True if no other process has reported this message yet.
 
     Most user errors occur in all processes, but only one process should print the error message.
     """
     if not dist.is_initialized():
         return is_hosts_first()
-    return (channel or Channel()).count(f"said/{hashlib.sha256(message.encode()).hexdigest()}", 1) == 1
+    message_digest = hashlib.sha256(message.encode()).hexdigest()
+    report_count = (channel or Channel()).add_to_counter(f"said/{message_digest}", 1)
+    return report_count == 1
 
 
 def let_main_close_first(accelerator: Accelerator, channel: Channel | None = None) -> None:
@@ -102,11 +107,12 @@ def let_main_close_first(accelerator: Accelerator, channel: Channel | None = Non
     """
     if not dist.is_initialized():
         return
-    channel, deadline = channel or Channel(), time.monotonic() + 10
+    channel = channel or Channel()
+    deadline = time.monotonic() + MAIN_CLOSE_TIMEOUT_S
     if accelerator.is_main_process:
         channel.post("closed", True)
     while not (channel.read("closed") or channel.store_error) and time.monotonic() < deadline:
-        time.sleep(0.05)
+        time.sleep(STORE_POLL_INTERVAL_S)
 
 
 class Poll:
@@ -119,11 +125,11 @@ class Poll:
     def __init__(self, timeout_s: float) -> None:
         self.group: dist.ProcessGroup | None = None
         if dist.is_initialized():
-            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-            assert isinstance(group, dist.ProcessGroup)
-            self.group = group
-        self.values = torch.zeros(0, dtype=torch.int32)
-        self.reduction: dist.Work | None = None
+            gloo_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            assert isinstance(gloo_group, dist.ProcessGroup)
+            self.group = gloo_group
+        self.own_values = torch.zeros(0, dtype=torch.int32)
+        self.exchange: dist.Work | None = None
 
     def __call__(self, *values: int) -> list[int]:
         """Start the next exchange, and return the maxima of the previous call's arguments.
@@ -133,17 +139,18 @@ class Poll:
         """
         if self.group is None:
             return list(values)
-        maxima, self.values = self.finish(), torch.tensor(values, dtype=torch.int32)
-        self.reduction = dist.all_reduce(self.values, dist.ReduceOp.MAX, group=self.group, async_op=True)
-        return maxima
+        previous_maxima = self.finish()
+        self.own_values = torch.tensor(values, dtype=torch.int32)
+        self.exchange = dist.all_reduce(self.own_values, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        return previous_maxima
 
     def finish(self) -> list[int]:
         """Wait for the last call's maxima and return them. If no exchange is in progress, return []."""
-        if self.reduction is None:
+        if self.exchange is None:
             return []
-        self.reduction.wait()
-        self.reduction = None
-        return self.values.tolist()
+        self.exchange.wait()
+        self.exchange = None
+        return self.own_values.tolist()
 
     def gather(self, value: Any) -> list[Any]:
         """Return all processes' values in rank order. This method is collective.
@@ -152,9 +159,9 @@ class Poll:
         """
         if self.group is None:
             return [value]
-        values = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        value_by_rank = [None] * dist.get_world_size()
+        dist.all_gather_object(value_by_rank, value, group=self.group)
+        return value_by_rank
 
     def collect(self, value: Any) -> list[Any]:
         """Return all processes' values in rank order in the main process, and [] in all others.
@@ -164,19 +171,20 @@ class Poll:
         """
         if self.group is None:
             return [value]
-        values = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(value, values, group=self.group)
-        return values or []
+        value_by_rank = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(value, value_by_rank, group=self.group)
+        return value_by_rank or []
 
-    def wait_for_main(self, is_main: bool, done: Callable[[float], bool]) -> None:
-        """Wait until done(1.0) returns True in the main process. This method is collective.
+    def wait_for_main(self, is_main: bool, is_done_within: Callable[[float], bool]) -> None:
+        """Wait until is_done_within(1.0) returns True in the main process. This method is collective.
 
         The main process sends an answer every second, so that other processes don't wait forever if the main
         process dies.
 
         Args:
             is_main: True in the main process.
-            done: Function that waits up to the given number of seconds and returns True if the work is done.
+            is_done_within: Function that waits up to the given number of seconds and returns True if the work
+                is done.
         """
-        while not any(self.gather(is_main and done(1.0))):
+        while not any(self.gather(is_main and is_done_within(1.0))):
             pass

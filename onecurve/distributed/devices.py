@@ -19,7 +19,7 @@ from onecurve.system.env import LOCAL_NUMBER_VARIABLE, is_launched, is_on, local
 from onecurve.system.processes import allowed_cores
 from onecurve.upstream import accelerate_, deepspeed_
 
-REHEARSE = "To rehearse on the CPU, put CUDA_VISIBLE_DEVICES= (without a value) in front of the same command."
+CPU_HINT = "To rehearse on the CPU, put CUDA_VISIBLE_DEVICES= (without a value) in front of the same command."
 
 
 def check_devices() -> None:
@@ -30,22 +30,24 @@ def check_devices() -> None:
             NPUs or AMD GPUs.
     """
     _check_device_type()
-    gpus, processes = torch.cuda.device_count(), processes_per_host()
+    gpu_count, process_count = torch.cuda.device_count(), processes_per_host()
     if not on_gpu():
-        _check_unused_gpus()
-    elif gpus < processes and not (gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ):
+        _refuse_unusable_gpus()
+    elif gpu_count < process_count and not (gpu_count == 1 and "CUDA_VISIBLE_DEVICES" in os.environ):
         raise ValueError(
-            f"{processes} processes were started on this host, which has {gpus} GPU{'s' if gpus > 1 else ''}."
-            f" Start {gpus} per host with accelerate's --num_processes, torchrun's --nproc_per_node or"
-            f" launch.py's --gpus, or choose a different file in accelerate_configs/. {REHEARSE}"
+            f"{process_count} processes were started on this host,"
+            f" which has {gpu_count} GPU{'s' if gpu_count > 1 else ''}."
+            f" Start {gpu_count} per host with accelerate's --num_processes, torchrun's --nproc_per_node"
+            f" or launch.py's --gpus, or choose a different file in accelerate_configs/. {CPU_HINT}"
         )
     else:
-        if gpus == 1 and "LOCAL_RANK" in os.environ:  # the launcher may show each process only its own GPU
+        # The launcher may show each process only its own GPU
+        if gpu_count == 1 and "LOCAL_RANK" in os.environ:
             os.environ[LOCAL_NUMBER_VARIABLE], os.environ["LOCAL_RANK"] = str(local_rank()), "0"
         _check_gpu_support(int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def check_own_gpu(channel: Channel, own_rank: int, processes: int, own_uuid: str) -> None:
+def refuse_shared_gpu(channel: Channel, own_rank: int, process_count: int, own_uuid: str) -> None:
     """Check that no other process uses this process's GPU, because NCCL would fail.
 
     This function is collective.
@@ -53,31 +55,35 @@ def check_own_gpu(channel: Channel, own_rank: int, processes: int, own_uuid: str
     Args:
         channel: Channel to the other ranks.
         own_rank: This process's rank.
-        processes: Number of processes in the job.
+        process_count: Number of processes in the job.
         own_uuid: UUID of this process's GPU.
 
     Raises:
         ValueError: If two processes use the same GPU.
     """
     channel.post(f"gpu/{own_rank}", own_uuid)
-    gpu_uuids = [channel.wait(f"gpu/{rank}") for rank in range(processes)]
-    for rank, gpu_uuid in enumerate(gpu_uuids):
-        if gpu_uuid == own_uuid and rank != own_rank:
+    uuid_by_rank = [channel.wait(f"gpu/{other_rank}") for other_rank in range(process_count)]
+    for other_rank, other_uuid in enumerate(uuid_by_rank):
+        if other_uuid == own_uuid and other_rank != own_rank:
             raise ValueError(
-                f"ranks {own_rank} and {rank} use the same GPU. Start only one process per GPU. {REHEARSE}"
+                f"ranks {own_rank} and {other_rank} use the same GPU."
+                f" Start only one process per GPU. {CPU_HINT}"
             )
 
 
 def _check_device_type() -> None:
     """Raise ValueError on TPUs, XPUs, NPUs and AMD GPUs, which Accelerate would otherwise use."""
-    device = torch.accelerator.current_accelerator(check_available=True)
-    device_type = "XLA" if is_torch_xla_available() else device.type.upper() if device else "CPU"
-    device_type = "ROCM" if device_type == "CUDA" and torch.version.hip else device_type
+    accelerator_device = torch.accelerator.current_accelerator(check_available=True)
+    device_type = accelerator_device.type.upper() if accelerator_device else "CPU"
+    if is_torch_xla_available():
+        device_type = "XLA"
+    elif device_type == "CUDA" and torch.version.hip:
+        device_type = "ROCM"
     if device_type not in ("CPU", "CUDA", "MPS"):
         refuse(f"distributed_type: {device_type}", "choose multi-GPU or no distributed training")
 
 
-def _check_unused_gpus() -> None:
+def _refuse_unusable_gpus() -> None:
     """Raise ValueError if torch can't use this host's GPUs, because training would silently use the CPU.
 
     One possible cause is an outdated driver.
@@ -87,16 +93,17 @@ def _check_unused_gpus() -> None:
 
     from onecurve.system.gpus import driver_problem, list_gpus, needed_driver
 
-    inventory, cuda = list_gpus(), torch.version.cuda
+    inventory, cuda_version = list_gpus(), torch.version.cuda
     if not inventory.gpus and not inventory.problem:
         return
     visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
-    reason = driver_problem(inventory, cuda)
+    reason = driver_problem(inventory, cuda_version)
     if reason and inventory.problem:
         remedy = "Restart the host or the container"
-    elif reason and cuda:
+    elif reason and cuda_version:
         remedy = (
-            f"Install {needed_driver(cuda)}, or a torch build for this driver (see README, GPUs and drivers)"
+            f"Install {needed_driver(cuda_version)},"
+            " or a torch build for this driver (see README, GPUs and drivers)"
         )
     elif reason:
         remedy = "Install a torch build with CUDA (see README, GPUs and drivers)"
@@ -104,11 +111,11 @@ def _check_unused_gpus() -> None:
         reason = f"CUDA_VISIBLE_DEVICES={visible_devices} selects none of the host's GPUs"
         remedy = "Correct CUDA_VISIBLE_DEVICES"
     else:
-        reason, remedy = _cuda_error(), "See README, GPUs and drivers"
+        reason, remedy = _cuda_error_message(), "See README, GPUs and drivers"
     gpu_description = (
         f"{len(inventory.gpus)} GPUs ({inventory.gpus[0]['name']})" if inventory.gpus else "GPUs"
     )
-    raise ValueError(f"torch can't use this host's {gpu_description}: {reason}. {remedy}. {REHEARSE}")
+    raise ValueError(f"torch can't use this host's {gpu_description}: {reason}. {remedy}. {CPU_HINT}")
 
 
 def _gpus_are_hidden() -> bool:
@@ -117,7 +124,7 @@ def _gpus_are_hidden() -> bool:
     return visible_devices is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible_devices)
 
 
-def _cuda_error() -> str:
+def _cuda_error_message() -> str:
     """Return the first line of the error that torch raises when it initialises CUDA."""
     try:
         torch.cuda.init()
@@ -126,17 +133,17 @@ def _cuda_error() -> str:
     return "torch does not report the reason"
 
 
-def _check_gpu_support(device: int) -> None:
+def _check_gpu_support(device_index: int) -> None:
     """Raise ValueError if torch contains no kernels for this GPU, because the first kernel would fail."""
     from onecurve.system.gpus import runs_on
 
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = torch.cuda.get_device_capability(device_index)
     architectures = torch.cuda.get_arch_list()
     if architectures and not any(runs_on(architecture, major, minor) for architecture in architectures):
         raise ValueError(
-            f"torch {torch.__version__} supports only {', '.join(architectures)}, but GPU {device}"
-            f" ({torch.cuda.get_device_name(device)}) has compute capability {major}.{minor}. Install a torch"
-            f" build for this GPU (see README, GPUs and drivers). {REHEARSE}"
+            f"torch {torch.__version__} supports only {', '.join(architectures)}, but GPU {device_index}"
+            f" ({torch.cuda.get_device_name(device_index)}) has compute capability {major}.{minor}."
+            f" Install a torch build for this GPU (see README, GPUs and drivers). {CPU_HINT}"
         )
 
 
@@ -195,12 +202,16 @@ def use_all_cores(deterministic: bool = False) -> None:
             not set.
     """
     if deterministic:
-        torch.set_num_threads(int(_users_environment().get("OMP_NUM_THREADS", "1").partition(",")[0]))
+        # The variable may contain one number per nesting level
+        outer_threads, _, _ = _users_environment().get("OMP_NUM_THREADS", "1").partition(",")
+        torch.set_num_threads(int(outer_threads))
         return
-    cores, omp_threads = allowed_cores(), os.environ.get("OMP_NUM_THREADS")
+    core_count, omp_threads = allowed_cores(), os.environ.get("OMP_NUM_THREADS")
     is_limited_by_launcher = is_launched() and (omp_threads or "1") == "1"
-    if is_limited_by_launcher or (torch.get_num_threads() > cores and (is_launched() or not omp_threads)):
-        torch.set_num_threads(max(1, cores // processes_per_host()))
+    is_chosen_by_user = bool(omp_threads) and not is_launched()
+    has_too_many_threads = torch.get_num_threads() > core_count and not is_chosen_by_user
+    if is_limited_by_launcher or has_too_many_threads:
+        torch.set_num_threads(max(1, core_count // processes_per_host()))
 
 
 def _users_environment() -> Mapping[str, str]:
@@ -221,6 +232,7 @@ def keep_freed_memory() -> None:
     For CNN-A at batch size 256 on one thread, this reuse reduces CPU time per step from 82 ms to 57 ms, and
     the number of page faults from 14,000 to 0.
     """
+    mmap_threshold_option, trim_threshold_option = -3, -1  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD
     libc = ctypes.CDLL(None)
-    libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD: allocate blocks of up to 1 GiB from the heap
-    libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: never trim the heap
+    libc.mallopt(mmap_threshold_option, 2**30)  # allocate blocks of up to 1 GiB from the heap
+    libc.mallopt(trim_threshold_option, 2**31 - 1)  # never trim the heap

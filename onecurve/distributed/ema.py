@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from onecurve.distributed.layout import layout_of
 from onecurve.upstream.torch_ import lerp_
 
-EXCHANGED_BYTES = 64 * 2**20  # size of the temporary buffer for swapping two tensors
+SWAP_BUFFER_BYTES = 64 * 2**20  # size of the temporary buffer for swapping two tensors
 
 
 class EMA:
@@ -29,30 +29,30 @@ class EMA:
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Update the averages after optimizer step `step`, counted from 0."""
-        decay = min(self.decay, (1 + step) / (10 + step))
-        lerp_(self.averages, self.layout.local, 1 - decay)
+        step_decay = min(self.decay, (1 + step) / (10 + step))
+        lerp_(self.averages, self.layout.local, 1 - step_decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Use the averaged weights in the model inside the context. Entry and exit are collective."""
-        _swap(self.averages, self.layout.local)
+        _swap_contents(self.averages, self.layout.local)
         try:
             self.layout.sync()
             yield
         finally:
-            _swap(self.averages, self.layout.local)
+            _swap_contents(self.averages, self.layout.local)
         self.layout.sync()
 
 
 @torch.no_grad()
-def _swap(first_tensors: list[Tensor], second_tensors: list[Tensor]) -> None:
+def _swap_contents(averages: list[Tensor], weights: list[Tensor]) -> None:
     """Swap the contents of two tensor lists."""
-    for first, second in zip(first_tensors, second_tensors, strict=True):
-        if not first.numel():
+    for average, weight in zip(averages, weights, strict=True):
+        if not average.numel():
             continue
-        first, second = torch.atleast_1d(first), torch.atleast_1d(second)
-        rows = max(1, EXCHANGED_BYTES * len(first) // first.nbytes)
-        for first_rows, second_rows in zip(first.split(rows), second.split(rows), strict=True):
-            saved_rows = first_rows.clone()
-            first_rows.copy_(second_rows)
-            second_rows.copy_(saved_rows)
+        average, weight = torch.atleast_1d(average), torch.atleast_1d(weight)
+        max_rows = max(1, SWAP_BUFFER_BYTES * len(average) // average.nbytes)
+        for average_rows, weight_rows in zip(average.split(max_rows), weight.split(max_rows), strict=True):
+            saved_rows = average_rows.clone()
+            average_rows.copy_(weight_rows)
+            weight_rows.copy_(saved_rows)

@@ -1,15 +1,15 @@
 """Adds gradients exactly, which makes --deterministic training independent of the number of processes.
 
 A sum of fp32 numbers depends on the order of additions, and therefore on how work is distributed among
-processes. To avoid this dependence, each micro-batch's gradient is rounded to multiples of 1 / UNIT and
-accumulated in float64. The 53 bits of a float64 represent every sum of multiples of 1 / UNIT below MAX_SUM
+processes. To avoid this dependence, each micro-batch's gradient is rounded to multiples of a unit, 1 /
+UNITS_PER_ONE, and accumulated in float64. The 53 bits of a float64 represent every sum of units below MAX_SUM
 exactly. Additions are therefore exact within and between processes, for DDP's buckets and FSDP2's shards.
 Only the final sum is rounded to fp32. This module uses float64 instead of int64, which has the same size,
 because FSDP2 can be configured to reduce in float64. A step with a single micro-batch needs no exact sum,
 because each parameter has only one gradient.
 
-benchmarks/README.md describes the gradients of three models from which UNIT was chosen. Demmel and Nguyen
-instead derive the unit from the largest summand (Parallel Reproducible Summation, IEEE TC 2015).
+benchmarks/README.md describes the gradients of three models from which UNITS_PER_ONE was chosen. Demmel and
+Nguyen instead derive the unit from the largest summand (Parallel Reproducible Summation, IEEE TC 2015).
 """
 
 import math
@@ -27,18 +27,18 @@ from onecurve.distributed.layout import to_local
 from onecurve.distributed.strategy import sharding, strategy
 from onecurve.upstream.torch_ import multiply_, norms, unscale_before_step
 
-UNIT = 2.0**40  # number of units in 1.0; Adam's epsilon, 1e-8, equals 11,000 units
+UNITS_PER_ONE = 2.0**40  # number of units in 1.0; Adam's epsilon, 1e-8, equals 11,000 units
 # Maximum sum of gradient magnitudes over a step's micro-batches. The limit is approximate, because
 # comparisons use fp32.
-MAX_SUM = 2.0**52 / UNIT
-LOSS_UNIT = 2.0**28
+MAX_SUM = 2.0**52 / UNITS_PER_ONE
+LOSS_UNITS_PER_ONE = 2.0**28
 BUCKET_SIZE = 2**22  # number of gradient elements per exchange; 32 MiB
-CPU_CHUNK = 2**16  # number of gradient elements that a CPU processes at a time; 512 KiB
+CPU_CHUNK_SIZE = 2**16  # number of gradient elements that a CPU processes at a time; 512 KiB
 
 
 def exact_sum(values: Tensor) -> Tensor:
-    """Return the float64 sum of values rounded to multiples of 1 / LOSS_UNIT. Sums below 2**25 are exact."""
-    return (values.double() * LOSS_UNIT).round_().sum() / LOSS_UNIT
+    """Return the float64 sum of values rounded to 1 / LOSS_UNITS_PER_ONE. Sums below 2**25 are exact."""
+    return (values.double() * LOSS_UNITS_PER_ONE).round_().sum() / LOSS_UNITS_PER_ONE
 
 
 def use_foreach(optimizer: torch.optim.Optimizer) -> None:
@@ -56,70 +56,76 @@ def use_foreach(optimizer: torch.optim.Optimizer) -> None:
 class Bucket:
     """Group of parameters whose gradients are added and exchanged together in one flat tensor.
 
-    `total` contains the gradient sums in units, followed by one count per parameter. A positive count means
-    that in this step, at least one process had a gradient for the parameter. If the count is 0, the
-    parameter's .grad becomes None, as usual in torch.
+    `sums_and_counts` contains the gradient sums in units, followed by one count per parameter. A positive
+    count means that in this step, at least one process had a gradient for the parameter. If the count is 0,
+    the parameter's .grad becomes None, as usual in torch.
     """
 
     def __init__(self, parameters: list[nn.Parameter], parameter_indices: list[int], device: torch.device):
-        # `numbers` contains the parameters' indices in the model.
+        # `parameter_indices` contains the parameters' indices in the model.
         self.parameters, self.parameter_indices = parameters, parameter_indices
-        self.sizes = [parameter.numel() for parameter in parameters]
-        self.total = torch.zeros(sum(self.sizes) + len(parameters), dtype=torch.float64, device=device)
-        self.sums, self.gradient_counts = self.total.split([sum(self.sizes), len(parameters)])
-        self.reduction: Any = None  # handle of the exchange in progress
+        self.parameter_sizes = [parameter.numel() for parameter in parameters]
+        section_sizes = [sum(self.parameter_sizes), len(parameters)]
+        self.sums_and_counts = torch.zeros(sum(section_sizes), dtype=torch.float64, device=device)
+        self.gradient_sums, self.gradient_counts = self.sums_and_counts.split(section_sizes)
+        self.exchange_work: Any = None  # handle of the exchange in progress
         # Indices of parameters whose gradient from this micro-batch has not been added yet
-        self.arrived: set[int] = set()
-        self.touched: set[int] = set()  # indices of parameters with a gradient in this process in this step
-        self.is_added = False  # True once this micro-batch's gradients have been added
+        self.arrived_indices: set[int] = set()
+        # Indices of parameters with a gradient in this process in this step
+        self.indices_with_gradient: set[int] = set()
+        self.has_added_micro_batch = False  # True once this micro-batch's gradients have been added
 
-    def take_gradients(self, units: Tensor) -> None:
-        """Move a micro-batch's gradients to `units`, in the memory order of the parameters' elements."""
-        pairs = zip(self.parameters, self.sizes, strict=True)
-        gradients = [
-            units.new_zeros(size) if parameter.grad is None else _flat_view(parameter.grad)
-            for parameter, size in pairs
+    def move_gradients(self, gradient_buffer: Tensor) -> None:
+        """Move a micro-batch's gradients to the buffer, in the memory order of the parameters' elements."""
+        flat_gradients = [
+            gradient_buffer.new_zeros(size) if parameter.grad is None else _flat_view(parameter.grad)
+            for parameter, size in zip(self.parameters, self.parameter_sizes, strict=True)
         ]
-        torch.cat(gradients, out=units)
+        torch.cat(flat_gradients, out=gradient_buffer)
         for parameter in self.parameters:
             parameter.grad = None
 
     def end_micro_batch(self) -> None:
         """Record that this micro-batch's gradients have been added."""
-        self.touched |= self.arrived
-        self.arrived.clear()
-        self.is_added = True
+        self.indices_with_gradient |= self.arrived_indices
+        self.arrived_indices.clear()
+        self.has_added_micro_batch = True
 
     def reset(self) -> None:
         """Discard the current step's state, even if the step is unfinished, and begin the next step."""
-        self.reduction, self.touched, self.is_added = None, set(), False
-        self.arrived.clear()
+        self.exchange_work, self.has_added_micro_batch = None, False
+        self.indices_with_gradient = set()
+        self.arrived_indices.clear()
 
     def exchange(self) -> None:
         """Start the exchange of gradient sums between processes."""
-        if not self.touched:
-            self.sums.zero_()
+        if not self.indices_with_gradient:
+            self.gradient_sums.zero_()
         self.gradient_counts.fill_(1)
-        for index in self._missing():
+        for index in self._indices_without_gradient():
             self.gradient_counts[index] = 0
-        self.reduction = dist.all_reduce(self.total, async_op=True)
+        self.exchange_work = dist.all_reduce(self.sums_and_counts, async_op=True)
 
-    def finish(self, unit: float | Tensor) -> None:
+    def finish_step(self, units_per_one: float | Tensor) -> None:
         """Wait for the exchange, set the parameters' gradients, and begin the next step."""
-        missing = self._missing()
-        if self.reduction:
-            self.reduction.wait()
-            if missing:  # the host waits for the device only here
-                counts = self.gradient_counts.tolist()
-                missing = {index for index in missing if not counts[index]}
-        gradients = self.sums.float().div_(unit).split(self.sizes)  # a division by a power of two is exact
-        for index, (parameter, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
-            is_missing = index in missing
-            parameter.grad = None if is_missing else gradient.as_strided(parameter.shape, parameter.stride())
-        self.reduction, self.touched = None, set()
+        missing_indices = self._indices_without_gradient()
+        if self.exchange_work:
+            self.exchange_work.wait()
+            if missing_indices:  # the host waits for the device only here
+                gradient_counts = self.gradient_counts.tolist()
+                missing_indices = {index for index in missing_indices if not gradient_counts[index]}
+        # A division by a power of two is exact
+        flat_gradients = self.gradient_sums.float().div_(units_per_one).split(self.parameter_sizes)
+        for index, (parameter, flat_gradient) in enumerate(zip(self.parameters, flat_gradients, strict=True)):
+            if index in missing_indices:
+                parameter.grad = None
+            else:
+                parameter.grad = flat_gradient.as_strided(parameter.shape, parameter.stride())
+        self.exchange_work = None
+        self.indices_with_gradient = set()
 
-    def _missing(self) -> set[int]:
-        return set(range(len(self.parameters))) - self.touched
+    def _indices_without_gradient(self) -> set[int]:
+        return set(range(len(self.parameters))) - self.indices_with_gradient
 
 
 class ExactSum:
@@ -131,37 +137,44 @@ class ExactSum:
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module):
-        self.accelerator, device = accelerator, accelerator.device
-        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self.names, self.elements = list(trained), sum(parameter.numel() for parameter in trained.values())
-        self.micro_batches = accelerator.gradient_accumulation_steps * accelerator.num_processes
+        self.accelerator = accelerator
+        device = accelerator.device
+        trained_parameters = {
+            name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+        }
+        self.parameter_names = list(trained_parameters)
+        self.element_count = sum(parameter.numel() for parameter in trained_parameters.values())
+        self.micro_batch_count = accelerator.gradient_accumulation_steps * accelerator.num_processes
         self.zero, self.one = torch.zeros((), device=device), torch.ones((), device=device)
         # Buckets are large on a GPU, so that few kernels are launched
-        self.chunk_size = CPU_CHUNK if device.type == "cpu" else 2 * BUCKET_SIZE
-        self.unit: float | Tensor = UNIT  # with fp16, UNIT divided by the loss scale (a power of two)
+        self.chunk_size = CPU_CHUNK_SIZE if device.type == "cpu" else 2 * BUCKET_SIZE
+        # With fp16, UNITS_PER_ONE divided by the loss scale (a power of two)
+        self.units_per_one: float | Tensor = UNITS_PER_ONE
         # Each parameter's maximum gradient magnitude in this process in this step. A NaN gradient results in
         # NaN.
-        self.max_magnitudes = torch.zeros(len(trained), device=device)
+        self.max_magnitudes = torch.zeros(len(trained_parameters), device=device)
         # Each parameter's maximum gradient magnitude in this micro-batch
-        self.norms = [self.zero] * len(trained)
-        self.steps = torch.zeros((), device=device)  # number of steps since the last check()
+        self.micro_batch_magnitudes = [self.zero] * len(trained_parameters)
+        self.steps_since_check = torch.zeros((), device=device)  # number of steps since the last check()
         # First step in which each parameter's gradient was too large
-        self.failed = torch.full_like(self.max_magnitudes, math.inf)
+        self.first_failed_steps = torch.full_like(self.max_magnitudes, math.inf)
         self.buckets: list[Bucket] = []
-        self.next_bucket = 0  # number of buckets exchanged in this step
-        self.arrived: set[int] = set()  # indices of parameters with a gradient in this step, under FSDP2
-        self.arrival_digest = 0  # hash of `arrived` over all steps
+        self.next_bucket_index = 0  # index of the next bucket to exchange in this step
+        # Indices of parameters with a gradient in this step, under FSDP2
+        self.arrived_indices: set[int] = set()
+        self.arrival_digest = 0  # hash of `arrived_indices` over all steps
         if strategy(accelerator) == "fsdp":
             self._register_shard_hooks(model)
         else:
-            self._register_bucket_hooks(list(trained.values()))
+            self._register_bucket_hooks(list(trained_parameters.values()))
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Add a micro-batch's gradients. After a step's last micro-batch, exchange the sums and set .grad."""
-        loss, scaler = loss / self.micro_batches, self.accelerator.scaler
-        if scaler is not None:
-            loss, scale = scaler.scale([loss, self.one])
-            self.unit = UNIT / scale
+        loss = loss / self.micro_batch_count
+        loss_scaler = self.accelerator.scaler
+        if loss_scaler is not None:
+            loss, loss_scale = loss_scaler.scale([loss, self.one])
+            self.units_per_one = UNITS_PER_ONE / loss_scale
         loss.backward(**options)
         self._end_micro_batch()
         if self.accelerator.sync_gradients:
@@ -173,21 +186,24 @@ class ExactSum:
         assert norm_type == 2
         self.accelerator.unscale_gradients()
         # A process's shard of a small parameter, or even of a small model, may be empty.
-        grads = [to_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        grads = [gradient for gradient in grads if gradient.numel()] or [self.one.new_zeros(1)]
-        norm = self._exact_norm(grads)
-        multiply_(grads, (max_norm / (norm + 1e-6)).clamp(max=1).float().to(grads[0].device))
-        return norm
+        local_gradients = [to_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        local_gradients = [gradient for gradient in local_gradients if gradient.numel()]
+        local_gradients = local_gradients or [self.one.new_zeros(1)]
+        gradient_norm = self._exact_norm(local_gradients)
+        gradient_scale = (max_norm / (gradient_norm + 1e-6)).clamp(max=1).float()
+        multiply_(local_gradients, gradient_scale.to(local_gradients[0].device))
+        return gradient_norm
 
     @contextmanager
-    def uncounted(self) -> Iterator[None]:
+    def restoring_counters(self) -> Iterator[None]:
         """Run a block that captures a step, and then reset the host's counters, even if the capture fails."""
-        digest = self.arrival_digest
+        arrival_digest = self.arrival_digest
         try:
             yield
         finally:
-            self.arrival_digest, self.next_bucket, self.norms = digest, 0, [self.zero] * len(self.names)
-            self.arrived.clear()
+            self.arrival_digest, self.next_bucket_index = arrival_digest, 0
+            self.micro_batch_magnitudes = [self.zero] * len(self.parameter_names)
+            self.arrived_indices.clear()
             for bucket in self.buckets:
                 bucket.reset()
 
@@ -203,19 +219,21 @@ class ExactSum:
             FloatingPointError: If a gradient was too large or not finite. All processes raise the error.
             ValueError: If FSDP2 added gradients of different parameters.
         """
-        failed = self.failed.clone()
-        self._reduce_in_place(failed, dist.ReduceOp.MIN)
-        minimum = failed.min(0)
-        summary = torch.stack([minimum.values, minimum.indices, self.steps])
-        first_failed_step, parameter_index, steps = summary.tolist()
+        failed_steps = self.first_failed_steps.clone()
+        self._reduce_in_place(failed_steps, dist.ReduceOp.MIN)
+        first_failure = failed_steps.min(0)
+        failure_summary = torch.stack([first_failure.values, first_failure.indices, self.steps_since_check])
+        first_failed_step, parameter_index, step_count = failure_summary.tolist()
         if first_failed_step < math.inf:
-            name, failed_step = self.names[int(parameter_index)], step - int(steps - first_failed_step)
+            parameter_name = self.parameter_names[int(parameter_index)]
+            failed_step = step - int(step_count - first_failed_step)
             raise FloatingPointError(
-                f"the gradient of {name} at step {failed_step} is not finite or exceeds"
-                f" {MAX_SUM / self.micro_batches:g} in a micro-batch, so --deterministic can't add it exactly"
+                f"the gradient of {parameter_name} at step {failed_step} is not finite"
+                f" or exceeds {MAX_SUM / self.micro_batch_count:g} in a micro-batch,"
+                " so --deterministic can't add it exactly"
             )
-        self.steps.zero_()
-        self.failed.fill_(math.inf)
+        self.steps_since_check.zero_()
+        self.first_failed_steps.fill_(math.inf)
         if not self.buckets:
             self._check_shards(step)
 
@@ -226,134 +244,151 @@ class ExactSum:
         """
         digests = torch.tensor([self.arrival_digest, -self.arrival_digest], device=self.accelerator.device)
         self._reduce_in_place(digests, dist.ReduceOp.MIN)
-        smallest, negated_largest = digests.tolist()
-        if smallest != -negated_largest:
+        smallest_digest, negated_largest_digest = digests.tolist()
+        if smallest_digest != -negated_largest_digest:
             raise ValueError(
-                f"at step {step} or earlier, a parameter received a gradient only on some processes. FSDP2"
-                " can't add such gradients. Train with DDP."
+                f"at step {step} or earlier, a parameter received a gradient only on some processes."
+                " FSDP2 can't add such gradients. Train with DDP."
             )
 
     def _register_bucket_hooks(self, parameters: list[nn.Parameter]) -> None:
         """Assign the parameters to buckets, last layers first, because the backward pass uses this order."""
-        last_first = list(reversed(range(len(parameters))))
-        for group in _group_indices([parameters[position].numel() for position in last_first], BUCKET_SIZE):
-            parameter_indices = [last_first[position] for position in group]
-            bucket_parameters = [parameters[index] for index in parameter_indices]
+        indices_last_first = list(reversed(range(len(parameters))))
+        sizes_last_first = [parameters[index].numel() for index in indices_last_first]
+        for bucket_positions in _group_indices(sizes_last_first, BUCKET_SIZE):
+            parameter_indices = [indices_last_first[position] for position in bucket_positions]
+            bucket_parameters = [parameters[parameter_index] for parameter_index in parameter_indices]
             bucket = Bucket(bucket_parameters, parameter_indices, self.accelerator.device)
             self.buckets.append(bucket)
-            for index, parameter in enumerate(bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket, index))
-        longest_bucket = max(len(bucket.sums) for bucket in self.buckets)
+            for index_in_bucket, parameter in enumerate(bucket.parameters):
+                gradient_hook = partial(self._on_gradient_arrival, bucket, index_in_bucket)
+                parameter.register_post_accumulate_grad_hook(gradient_hook)
+        max_bucket_size = max(len(bucket.gradient_sums) for bucket in self.buckets)
         # Buffer for one bucket's gradients
-        self.units = torch.empty(longest_bucket, device=self.accelerator.device)
+        self.gradient_buffer = torch.empty(max_bucket_size, device=self.accelerator.device)
 
-    def _on_gradient(self, bucket: Bucket, index: int, _parameter: nn.Parameter) -> None:
+    def _on_gradient_arrival(self, bucket: Bucket, index_in_bucket: int, _parameter: nn.Parameter) -> None:
         """Add a bucket's gradients once all have arrived, and exchange complete buckets in order."""
-        bucket.arrived.add(index)
-        if len(bucket.arrived) == len(bucket.parameters):
+        bucket.arrived_indices.add(index_in_bucket)
+        if len(bucket.arrived_indices) == len(bucket.parameters):
             self._add_bucket(bucket)
             if self.accelerator.sync_gradients and self.accelerator.num_processes > 1:
-                while self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].is_added:
+                while (
+                    self.next_bucket_index < len(self.buckets)
+                    and self.buckets[self.next_bucket_index].has_added_micro_batch
+                ):
                     self._exchange_next()
 
     def _add_bucket(self, bucket: Bucket) -> None:
         """Add a bucket's gradients from one micro-batch, using few operations on long tensors."""
-        units = self.units[: len(bucket.sums)]
-        bucket.take_gradients(units)
-        magnitudes = norms(units.split(bucket.sizes), math.inf)
-        for parameter_index, norm in zip(bucket.parameter_indices, magnitudes, strict=True):
-            self.norms[parameter_index] = norm
-        assert not bucket.reduction, "a parameter received two gradients in one micro-batch"
-        for chunk, sums in zip(units.split(self.chunk_size), bucket.sums.split(self.chunk_size), strict=True):
-            self._to_units(chunk, out=chunk)
-            sums.add_(chunk) if bucket.touched else sums.copy_(chunk)
+        bucket_gradients = self.gradient_buffer[: len(bucket.gradient_sums)]
+        bucket.move_gradients(bucket_gradients)
+        magnitudes = norms(bucket_gradients.split(bucket.parameter_sizes), math.inf)
+        for parameter_index, magnitude in zip(bucket.parameter_indices, magnitudes, strict=True):
+            self.micro_batch_magnitudes[parameter_index] = magnitude
+        assert not bucket.exchange_work, "a parameter received two gradients in one micro-batch"
+        gradient_chunks = bucket_gradients.split(self.chunk_size)
+        sum_chunks = bucket.gradient_sums.split(self.chunk_size)
+        for gradient_chunk, sum_chunk in zip(gradient_chunks, sum_chunks, strict=True):
+            self._to_units(gradient_chunk, out=gradient_chunk)
+            if bucket.indices_with_gradient:
+                sum_chunk.add_(gradient_chunk)
+            else:
+                sum_chunk.copy_(gradient_chunk)
         bucket.end_micro_batch()
 
     def _exchange_next(self) -> None:
         """Start the exchange of the next bucket. All processes exchange buckets in the same order."""
-        self.buckets[self.next_bucket].exchange()
-        self.next_bucket += 1
+        self.buckets[self.next_bucket_index].exchange()
+        self.next_bucket_index += 1
 
     def _register_shard_hooks(self, model: nn.Module) -> None:
         """Make FSDP2 sum the rounded gradients instead of averaging them."""
-        indices_by_name = {name: index for index, name in enumerate(self.names)}
+        index_by_name = {name: index for index, name in enumerate(self.parameter_names)}
         modules: dict[str, Any] = dict(model.named_modules())
-        for prefix, module in modules.items():
+        for module_name, module in modules.items():
             if hasattr(module, "unshard"):
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
                 module.unshard()  # later calls gather parameters into the same objects
-                for name, parameter in module.named_parameters(prefix):
-                    if name in indices_by_name and not hasattr(parameter, "to_local"):
-                        parameter.register_hook(partial(self._round_gradient, indices_by_name.pop(name)))
+                for name, parameter in module.named_parameters(module_name):
+                    if name in index_by_name and not hasattr(parameter, "to_local"):
+                        parameter.register_hook(partial(self._round_gradient, index_by_name.pop(name)))
                 module.reshard()
-        assert not indices_by_name, f"not sharded: {indices_by_name}"
+        assert not index_by_name, f"not sharded: {index_by_name}"
 
     def _round_gradient(self, parameter_index: int, gradient: Tensor) -> Tensor:
-        """Return parameter i's gradient, rounded to multiples of 1 / UNIT."""
-        self.arrived.add(parameter_index)
-        self.norms[parameter_index] = torch.linalg.vector_norm(gradient, math.inf)
-        return self._to_units(gradient).div_(self.unit)
+        """Return a parameter's gradient, rounded to multiples of 1 / UNITS_PER_ONE."""
+        self.arrived_indices.add(parameter_index)
+        self.micro_batch_magnitudes[parameter_index] = torch.linalg.vector_norm(gradient, math.inf)
+        return self._to_units(gradient).div_(self.units_per_one)
 
     def _to_units(self, gradient: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the gradient as a whole number of units, which fp32 represents exactly."""
-        return torch.mul(gradient, self.unit, out=out).round_()
+        return torch.mul(gradient, self.units_per_one, out=out).round_()
 
     @torch.no_grad()
     def _end_micro_batch(self) -> None:
         for bucket in self.buckets:
-            if bucket.arrived:  # some of the bucket's parameters received no gradient
+            if bucket.arrived_indices:  # some of the bucket's parameters received no gradient
                 self._add_bucket(bucket)
-            bucket.is_added = False
+            bucket.has_added_micro_batch = False
         # Update tensors in place, because a step may be a CUDA graph, which reads fixed addresses.
-        torch.maximum(self.max_magnitudes, torch.stack(self.norms), out=self.max_magnitudes)
-        self.norms = [self.zero] * len(self.names)
+        torch.maximum(self.max_magnitudes, torch.stack(self.micro_batch_magnitudes), out=self.max_magnitudes)
+        self.micro_batch_magnitudes = [self.zero] * len(self.parameter_names)
 
     @torch.no_grad()
     def _end_step(self) -> None:
         if self.accelerator.num_processes > 1:
-            while self.next_bucket < len(self.buckets):  # exchange the buckets with missing gradients
+            while self.next_bucket_index < len(self.buckets):  # exchange the buckets with missing gradients
                 self._exchange_next()
         for bucket in self.buckets:
-            bucket.finish(self.unit)
-        self.next_bucket = 0
-        self.arrival_digest = hash((self.arrival_digest, *sorted(self.arrived)))
-        self.arrived.clear()
-        is_exact = self.max_magnitudes * self.unit <= MAX_SUM * UNIT / self.micro_batches
+            bucket.finish_step(self.units_per_one)
+        self.next_bucket_index = 0
+        self.arrival_digest = hash((self.arrival_digest, *sorted(self.arrived_indices)))
+        self.arrived_indices.clear()
+        max_units = MAX_SUM * UNITS_PER_ONE / self.micro_batch_count
+        is_exact = self.max_magnitudes * self.units_per_one <= max_units
         if self.accelerator.scaler is not None:
             # The scaler skips steps with non-finite gradients.
             is_exact |= ~self.max_magnitudes.isfinite()
-        self.steps += 1
-        torch.minimum(self.failed, torch.where(is_exact, math.inf, self.steps), out=self.failed)
+        self.steps_since_check += 1
+        failed_steps = torch.where(is_exact, math.inf, self.steps_since_check)
+        torch.minimum(self.first_failed_steps, failed_steps, out=self.first_failed_steps)
         self.max_magnitudes.zero_()
 
-    def _exact_norm(self, grads: list[Tensor]) -> Tensor:
+    def _exact_norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the gradients' 2-norm.
 
         Each squared element, scaled to at most 1, is rounded to a multiple of a coarse unit plus a multiple
         of a fine unit. Sums of multiples of the same unit are exact.
         """
-        largest = torch.stack(norms(grads, math.inf)).max()
-        largest = largest.double().to(self.accelerator.device)
-        self._reduce_in_place(largest, dist.ReduceOp.MAX)
-        largest = largest.clamp(min=1e-300)
-        replicas = sharding(self.accelerator).get("replicas", 1)
-        unit = 2.0 ** (53 - (self.elements * replicas).bit_length())
-        chunks = [chunk for gradient in grads for chunk in _flat_view(gradient).split(self.chunk_size)]
-        no_offset, sums = torch.zeros(3, dtype=torch.float64, device=grads[0].device).split([1, 2])
-        divisor = largest.to(sums.device).view(1)  # a 1-D tensor, so that the quotient is float64
-        for group in _group_indices([len(chunk) for chunk in chunks], min(self.chunk_size, BUCKET_SIZE)):
-            values = torch.cat([chunks[chunk_index] for chunk_index in group])
-            high, low = high_and_low = sums.new_empty(2, len(values))
-            torch.div(values, divisor, out=low)
+        max_magnitude = torch.stack(norms(gradients, math.inf)).max()
+        max_magnitude = max_magnitude.double().to(self.accelerator.device)
+        self._reduce_in_place(max_magnitude, dist.ReduceOp.MAX)
+        max_magnitude = max_magnitude.clamp(min=1e-300)
+        replica_count = sharding(self.accelerator).get("replicas", 1)
+        norm_units_per_one = 2.0 ** (53 - (self.element_count * replica_count).bit_length())
+        chunks = [chunk for gradient in gradients for chunk in _flat_view(gradient).split(self.chunk_size)]
+        zero_and_sums = torch.zeros(3, dtype=torch.float64, device=gradients[0].device)
+        zero, high_and_low_sums = zero_and_sums.split([1, 2])
+        # The divisor is a 1-D tensor, so that the quotient is float64
+        divisor = max_magnitude.to(high_and_low_sums.device).view(1)
+        chunk_sizes = [len(chunk) for chunk in chunks]
+        for chunk_indices in _group_indices(chunk_sizes, min(self.chunk_size, BUCKET_SIZE)):
+            elements = torch.cat([chunks[chunk_index] for chunk_index in chunk_indices])
+            high, low = high_and_low = high_and_low_sums.new_empty(2, len(elements))
+            torch.div(elements, divisor, out=low)
             # Square of the scaled element, in coarse units
-            torch.addcmul(no_offset, low, low, value=unit, out=low)
+            torch.addcmul(zero, low, low, value=norm_units_per_one, out=low)
             torch.trunc(low, out=high)
-            low.frac_().mul_(unit).round_()
-            sums += high_and_low.sum(1)
-        sums = sums.to(largest.device)
-        self._reduce_in_place(sums, dist.ReduceOp.SUM)
-        return largest * ((sums[0] / unit + sums[1] / unit**2) / replicas).sqrt()
+            low.frac_().mul_(norm_units_per_one).round_()
+            high_and_low_sums += high_and_low.sum(1)
+        high_and_low_sums = high_and_low_sums.to(max_magnitude.device)
+        self._reduce_in_place(high_and_low_sums, dist.ReduceOp.SUM)
+        high_sum, low_sum = high_and_low_sums.unbind()
+        scaled_square_sum = high_sum / norm_units_per_one + low_sum / norm_units_per_one**2
+        return max_magnitude * (scaled_square_sum / replica_count).sqrt()
 
     def _reduce_in_place(self, values: Tensor, operation: Any) -> None:
         """Reduce tensors between processes in place.
@@ -369,17 +404,17 @@ def _flat_view(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _group_indices(sizes: list[int], minimum_total: int) -> list[list[int]]:
-    """Split the indices of `sizes` into consecutive groups, each with a total size of at least `enough`.
+def _group_indices(sizes: list[int], min_group_size: int) -> list[list[int]]:
+    """Split the indices of `sizes` into consecutive groups of at least the minimum total size.
 
     The last group may be smaller.
     """
-    groups: list[list[int]] = []
-    total = minimum_total
+    index_groups: list[list[int]] = []
+    group_size = min_group_size
     for index, size in enumerate(sizes):
-        if total >= minimum_total:
-            groups.append([])
-            total = 0
-        groups[-1].append(index)
-        total += size
-    return groups
+        if group_size >= min_group_size:
+            index_groups.append([])
+            group_size = 0
+        index_groups[-1].append(index)
+        group_size += size
+    return index_groups

@@ -14,7 +14,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -31,23 +32,25 @@ if TYPE_CHECKING:
     from onecurve.distributed.channel import Channel
 
 Evidence = dict[str, Any]  # one rank's report, created by rank_evidence()
-KEPT = 256  # number of collectives that torch records; reading the default of 2,000 takes 35 ms or more
+RECORDER_SIZE = (
+    256  # number of collectives that torch records; reading the default of 2,000 takes 35 ms or more
+)
 # Operation name and group name of a graph replay in the evidence
 REPLAY_OPERATION, REPLAY_GROUP = "replay", "graph"
 TABLE_COLUMNS = ("rank", "host", "phase", "step", "where", "last collective", "last heartbeat")
 REPORT_FILES = ("hang.py", "watch.py")  # stack frames in these files, which create the report, are skipped
-ANSWER_S = 1.0  # seconds to wait for other ranks' answers
+ANSWER_TIMEOUT_S = 1.0  # seconds to wait for other ranks' answers
 
 
-def record_collectives() -> None:
+def configure_flight_recorder() -> None:
     """Configure torch to record few collectives and to write no pickle files after a timeout.
 
     Call this function before the first process group is created.
     """
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(KEPT))
-    for name in ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
-        os.environ.setdefault(name, "0")
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDER_SIZE))
+    for variable in ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
+        os.environ.setdefault(variable, "0")
 
 
 def recorded_collectives() -> list[dict[str, Any]]:
@@ -57,65 +60,70 @@ def recorded_collectives() -> list[dict[str, Any]]:
     for each process group, so a rank with a smaller last number is behind. torch does not record collectives
     inside a CUDA graph.
     """
-    entries = flight_record()
-    unique = {(row["profiling_name"], row["process_group"][0], row["record_id"]): row for row in entries}
-    recorded = [
+    unique_entries = {
+        (entry["profiling_name"], entry["process_group"][0], entry["record_id"]): entry
+        for entry in flight_record()
+    }
+    recorded_entries = [
         {
-            "op": row["profiling_name"],
-            "group": row["process_group"][0],
-            "number": row["collective_seq_id"],
-            "age_s": time.time() - row["time_created_ns"] / 1e9,
-            "is_done": row["retired"] or row["state"] == "completed",
+            "op": entry["profiling_name"],
+            "group": entry["process_group"][0],
+            "number": entry["collective_seq_id"],
+            "age_s": time.time() - entry["time_created_ns"] / 1e9,
+            "is_done": entry["retired"] or entry["state"] == "completed",
         }
-        for row in sorted(unique.values(), key=lambda row: row["time_created_ns"])
-        if not row["is_p2p"]
+        for entry in sorted(unique_entries.values(), key=lambda entry: entry["time_created_ns"])
+        if not entry["is_p2p"]
     ]
-    return sorted(recorded + _replay_entries(), key=lambda entry: -entry["age_s"])
+    return sorted(recorded_entries + _replay_entries(), key=lambda entry: -entry["age_s"])
 
 
 def _replay_entries() -> list[dict[str, Any]]:
     """Return a list that describes the tracked graph replay like a collective, or an empty list."""
-    if (replay := now.replay) is None:
+    replay = now.replay
+    if replay is None:
         return []
-    entry = {
+    replay_entry = {
         "op": REPLAY_OPERATION,
         "group": REPLAY_GROUP,
         "number": replay.launched,
         "age_s": time.time() - replay.since,
+        "is_done": replay.is_done(),
     }
-    return [entry | {"is_done": replay.is_done()}]
+    return [replay_entry]
 
 
-def rank_evidence(rank: int, hosts: list[str]) -> Evidence:
+def rank_evidence(rank: int, host_by_rank: list[str]) -> Evidence:
     """Return this process's evidence as JSON-serialisable values.
 
     The evidence names files, lines and functions, but contains no variables.
     """
-    recorded = recorded_collectives()
+    collectives = recorded_collectives()
+    collectives_by_number = sorted(collectives, key=itemgetter("number"))
+    last_number_by_group = {collective["group"]: collective["number"] for collective in collectives_by_number}
     return {
         "rank": rank,
-        "host": hosts[rank],
-        "hosts": hosts,
+        "host": host_by_rank[rank],
+        "hosts": host_by_rank,
         "phase": now.phase,
         "step": now.step,
         "where": _innermost_project_frame(main_threads_frame()),
-        "waits": [entry for entry in recorded if not entry["is_done"]],
-        "last": recorded[-1] if recorded else None,
-        "sequence": {
-            entry["group"]: entry["number"] for entry in sorted(recorded, key=lambda entry: entry["number"])
-        },
+        "waits": [collective for collective in collectives if not collective["is_done"]],
+        "last": collectives[-1] if collectives else None,
+        "sequence": last_number_by_group,
         "silent_s": {},
     }
 
 
 def _innermost_project_frame(frame: FrameType | None) -> str:
     """Return the innermost stack frame in the project or the script's folder, as text."""
-    roots = (ROOT, Path(sys.argv[0]).resolve().parent)
+    project_folders = (ROOT, Path(sys.argv[0]).resolve().parent)
     while frame:
-        file = Path(frame.f_code.co_filename).absolute()
-        root = next((root for root in roots if file.is_relative_to(root)), None)
-        if root and "site-packages" not in file.parts and file.name not in REPORT_FILES:
-            return f"{file.relative_to(root)}:{frame.f_lineno} {frame.f_code.co_name}"
+        source_file = Path(frame.f_code.co_filename).absolute()
+        is_reported = "site-packages" not in source_file.parts and source_file.name not in REPORT_FILES
+        for project_folder in project_folders:
+            if is_reported and source_file.is_relative_to(project_folder):
+                return f"{source_file.relative_to(project_folder)}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     return "-"
 
@@ -134,80 +142,89 @@ def hang_table(reports: Sequence[Evidence]) -> list[str]:
 
     Args:
         reports: Evidence from the ranks that answered. Ranks without a report are silent. At least one report
-            contains `hosts`, which lists each rank's host.
+            contains `host_by_rank`, which lists each rank's host.
     """
-    rows = {row["rank"]: row for row in reports}
-    hosts = max((row.get("hosts", []) for row in reports), key=len)
-    heartbeat_ages = _time_since_heartbeat(reports)
+    evidence_by_rank = {evidence["rank"]: evidence for evidence in reports}
+    host_by_rank = max((evidence.get("hosts", []) for evidence in reports), key=len)
+    heartbeat_ages = _heartbeat_age_by_rank(reports)
     table_rows = [list(TABLE_COLUMNS)]
-    for rank, host in enumerate(hosts):
-        if (row := rows.get(rank)) is None:
+    for rank, host in enumerate(host_by_rank):
+        evidence = evidence_by_rank.get(rank)
+        if evidence is None:
             table_rows.append([str(rank), host, "silent", "-", "-", "-", heartbeat_ages.get(rank, "unknown")])
             continue
-        step, last_collective = f"{row['step']:,}", _describe_last_collective(row)
-        table_rows.append([str(rank), row["host"], row["phase"], step, row["where"], last_collective, "now"])
-    widths = [max(map(len, column)) for column in zip(*table_rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table_rows]
-    return [f"the job hangs: {hang_cause(rows, hosts)}", *lines]
+        status = [evidence["phase"], f"{evidence['step']:,}", evidence["where"]]
+        table_rows.append([str(rank), evidence["host"], *status, _describe_last_collective(evidence), "now"])
+    column_widths = [max(map(len, column)) for column in zip(*table_rows, strict=True)]
+    table_lines = ["  ".join(map(str.ljust, cells, column_widths)).rstrip() for cells in table_rows]
+    return [f"the job hangs: {hang_cause(evidence_by_rank, host_by_rank)}", *table_lines]
 
 
-def hang_cause(reports: dict[int, Evidence], hosts: Sequence[str]) -> str:
+def hang_cause(evidence_by_rank: dict[int, Evidence], host_by_rank: Sequence[str]) -> str:
     """Return a phrase that names the blocking ranks.
 
     Args:
-        reports: Evidence from the ranks that answered, by rank.
-        hosts: Host of each rank.
+        evidence_by_rank: Evidence from the ranks that answered, by rank.
+        host_by_rank: Host of each rank.
     """
-    if silent := [rank for rank in range(len(hosts)) if rank not in reports]:
-        verb = "is" if len(silent) == 1 else "are"
-        names = _rank_names(silent, hosts)
-        return f"{names} {verb} silent: a signal stopped the process, or the host is unreachable"
-    waits = {rank: row["waits"][0] for rank, row in reports.items() if row["waits"]}
+    if silent_ranks := [rank for rank in range(len(host_by_rank)) if rank not in evidence_by_rank]:
+        verb = "is" if len(silent_ranks) == 1 else "are"
+        rank_names = _rank_names(silent_ranks, host_by_rank)
+        return f"{rank_names} {verb} silent: a signal stopped the process, or the host is unreachable"
+    waits = {rank: evidence["waits"][0] for rank, evidence in evidence_by_rank.items() if evidence["waits"]}
     if not waits:
         return "no rank is waiting in a collective"
-    late_ranks = {
-        rank
-        for wait in waits.values()
-        for rank, row in reports.items()
-        if row["sequence"].get(wait["group"], wait["number"]) < wait["number"]
-        # Hosts may enqueue different numbers of replays in advance
-        and not (wait["group"] == REPLAY_GROUP and rank in waits)
-    }
-    if blocking_ranks := sorted(late_ranks) or sorted(reports.keys() - waits.keys()):
-        positions = {f"{reports[rank]['phase']} at {reports[rank]['where']}" for rank in blocking_ranks}
-        ops = sorted({wait["op"] for rank, wait in waits.items() if rank not in blocking_ranks})
+    late_ranks = [rank for rank, evidence in evidence_by_rank.items() if _is_late(evidence, waits.values())]
+    blocking_ranks = sorted(late_ranks) or sorted(evidence_by_rank.keys() - waits.keys())
+    if blocking_ranks:
+        blocking_evidence = [evidence_by_rank[rank] for rank in blocking_ranks]
+        positions = {f"{evidence['phase']} at {evidence['where']}" for evidence in blocking_evidence}
+        awaited_operations = {wait["op"] for rank, wait in waits.items() if rank not in blocking_ranks}
         verb = "has" if len(blocking_ranks) == 1 else "have"
-        problem = f"{verb} not reached {', '.join(ops)}, where" if ops else f"{verb} stopped, and"
-        names = _rank_names(blocking_ranks, hosts)
-        return f"{names} {problem} other ranks wait: {'; '.join(sorted(positions))}"
+        predicate = f"{verb} stopped, and"
+        if awaited_operations:
+            predicate = f"{verb} not reached {', '.join(sorted(awaited_operations))}, where"
+        rank_names = _rank_names(blocking_ranks, host_by_rank)
+        return f"{rank_names} {predicate} other ranks wait: {'; '.join(sorted(positions))}"
+    # Replay numbers may differ, because hosts may enqueue different numbers of replays in advance
     distinct_waits = {
-        (wait["op"], wait["number"] * (wait["group"] != REPLAY_GROUP)) for wait in waits.values()
+        (wait["op"], wait["number"] if wait["group"] != REPLAY_GROUP else 0) for wait in waits.values()
     }
     if len(distinct_waits) > 1:
-        calls = [f"rank {rank} in {wait['op']} {wait['number']}" for rank, wait in sorted(waits.items())]
-        return f"the ranks are waiting in different collectives: {', '.join(calls)}"
+        rank_positions = [
+            f"rank {rank} in {wait['op']} {wait['number']}" for rank, wait in sorted(waits.items())
+        ]
+        return f"the ranks are waiting in different collectives: {', '.join(rank_positions)}"
     return "all ranks are waiting in the same collective, so the network or a device is stuck"
 
 
-def _rank_names(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    return ", ".join(f"rank {rank} ({hosts[rank]})" for rank in ranks)
+def _is_late(evidence: Evidence, waits: Iterable[dict[str, Any]]) -> bool:
+    """Return True if this rank has not reached a collective in which another rank waits."""
+    if evidence["waits"]:  # hosts may enqueue different numbers of replays in advance
+        waits = [wait for wait in waits if wait["group"] != REPLAY_GROUP]
+    last_numbers = evidence["sequence"]
+    return any(last_numbers.get(wait["group"], wait["number"]) < wait["number"] for wait in waits)
 
 
-def _describe_last_collective(row: Evidence) -> str:
-    collective = row["waits"][0] if row["waits"] else row["last"]
+def _rank_names(ranks: Sequence[int], host_by_rank: Sequence[str]) -> str:
+    return ", ".join(f"rank {rank} ({host_by_rank[rank]})" for rank in ranks)
+
+
+def _describe_last_collective(evidence: Evidence) -> str:
+    collective = evidence["waits"][0] if evidence["waits"] else evidence["last"]
     if not collective:
         return "-"
-    state = f"waits for {collective['age_s']:.0f} s" if row["waits"] else "done"
-    return f"{collective['op']} {collective['number']} of group {collective['group']}, {state}"
+    progress = f"waits for {collective['age_s']:.0f} s" if evidence["waits"] else "done"
+    return f"{collective['op']} {collective['number']} of group {collective['group']}, {progress}"
 
 
-def _time_since_heartbeat(reports: Sequence[Evidence]) -> dict[int, str]:
+def _heartbeat_age_by_rank(reports: Sequence[Evidence]) -> dict[int, str]:
     """Return the time since each silent rank's last heartbeat, for example `12 s ago`."""
-    ages: dict[int, float] = {}
-    for row in reports:
-        for rank, age_s in row.get("silent_s", {}).items():
-            ages[int(rank)] = min(age_s, ages.get(int(rank), age_s))
-    return {rank: f"{age_s:.0f} s ago" for rank, age_s in ages.items()}
+    age_by_rank: dict[int, float] = {}
+    for evidence in reports:
+        for rank, age_s in evidence.get("silent_s", {}).items():
+            age_by_rank[int(rank)] = min(age_s, age_by_rank.get(int(rank), age_s))
+    return {rank: f"{age_s:.0f} s ago" for rank, age_s in age_by_rank.items()}
 
 
 class HangReport:
@@ -217,75 +234,78 @@ class HangReport:
         job: Unique job name, which changes after a restart.
         rank: This process's rank.
         hosts: Host of each rank.
-        channel: Channel used only by make(), in a separate thread.
+        channel: Channel used only by publish_report(), in a separate thread.
     """
 
-    def __init__(self, job: str, rank: int, hosts: list[str], channel: "Channel"):
-        self._rank, self._hosts, self._channel = rank, hosts, channel
-        self._question_key, self._alive_key = f"{job}/hang", f"{job}/alive"  # key prefixes in the store
-        self._stacks_folder = Path(tempfile.gettempdir()) / f"hang-{job[:8]}"
-        self._lock = threading.Lock()
+    def __init__(self, job_name: str, rank: int, host_by_rank: list[str], channel: "Channel"):
+        self._rank, self._host_by_rank, self._channel = rank, host_by_rank, channel
+        # Key prefixes in the store
+        self._request_key, self._heartbeat_key = f"{job_name}/hang", f"{job_name}/alive"
+        self._stacks_folder = Path(tempfile.gettempdir()) / f"hang-{job_name[:8]}"
+        self._evidence_lock = threading.Lock()
         self._evidence: Evidence | None = None
         self._has_answered = False
-        self.is_published = False
+        self.is_report_published = False
 
-    def beat(self, channel: "Channel") -> None:
+    def send_heartbeat(self, channel: "Channel") -> None:
         """Send a heartbeat to the store."""
-        channel.post(f"{self._alive_key}/{self._rank}", time.time())
+        channel.post(f"{self._heartbeat_key}/{self._rank}", time.time())
 
-    def answer(self, channel: "Channel") -> None:
+    def answer_request(self, channel: "Channel") -> None:
         """Send this rank's evidence if another rank has requested evidence."""
-        if not self._has_answered and channel.read(self._question_key) is not None:
+        if not self._has_answered and channel.read(self._request_key) is not None:
             self._has_answered = True
-            channel.post(f"{self._question_key}/{self._rank}", self._publish_evidence())
+            channel.post(f"{self._request_key}/{self._rank}", self._publish_evidence())
 
-    def make(self) -> None:
+    def publish_report(self) -> None:
         """Report this rank's evidence, request other ranks' evidence, and show the table.
 
         Only the first call has an effect.
         """
-        with self._lock:
-            if self.is_published:
+        with self._evidence_lock:
+            if self.is_report_published:
                 return
-            self.is_published = True
-        rows = {self._rank: self._publish_evidence()}
-        collection = start_daemon(lambda: self._collect_evidence(rows))
-        is_first = True
+            self.is_report_published = True
+        evidence_by_rank = {self._rank: self._publish_evidence()}
+        collection_future = start_daemon(lambda: self._collect_evidence(evidence_by_rank))
+        is_first_report = True
         with contextlib.suppress(TimeoutError):  # the store may not answer
-            is_first = collection.result(2 * ANSWER_S)
+            is_first_report = collection_future.result(2 * ANSWER_TIMEOUT_S)
         # This second report includes silent ranks' last heartbeats
-        report_event("hang", **rows[self._rank])
-        if EVENTS_FILE_VARIABLE not in os.environ and is_first:
-            lines = hang_table(list(rows.values()))
-            lines.append(f"The stack traces of all threads are in {self._stacks_folder} on each host.")
-            log.warning("\n".join(lines))
+        report_event("hang", **evidence_by_rank[self._rank])
+        if EVENTS_FILE_VARIABLE not in os.environ and is_first_report:
+            report_lines = hang_table(list(evidence_by_rank.values()))
+            report_lines.append(f"The stack traces of all threads are in {self._stacks_folder} on each host.")
+            log.warning("\n".join(report_lines))
 
-    def _collect_evidence(self, rows: dict[int, Evidence]) -> bool:
-        """Add other ranks' evidence to `rows`. Return False if another rank requested evidence earlier."""
+    def _collect_evidence(self, evidence_by_rank: dict[int, Evidence]) -> bool:
+        """Add other ranks' evidence to the map. Return False if another rank requested evidence earlier."""
         channel = self._channel
-        is_first = channel.first(self._question_key, self._rank) == self._rank
-        deadline = time.monotonic() + ANSWER_S
-        while (missing := set(range(len(self._hosts))) - rows.keys()) and time.monotonic() < deadline:
-            for rank in missing:
-                if answer := channel.read(f"{self._question_key}/{rank}"):
-                    rows[rank] = answer
+        is_first_report = channel.store_if_unset(self._request_key, self._rank) == self._rank
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        all_ranks = set(range(len(self._host_by_rank)))
+        while (missing_ranks := all_ranks - evidence_by_rank.keys()) and time.monotonic() < deadline:
+            for rank in missing_ranks:
+                if answer := channel.read(f"{self._request_key}/{rank}"):
+                    evidence_by_rank[rank] = answer
             time.sleep(0.1)
-        for rank in missing:
-            if alive_at := channel.read(f"{self._alive_key}/{rank}"):
-                rows[self._rank]["silent_s"][rank] = time.time() - alive_at
-        return is_first
+        for rank in missing_ranks:
+            if heartbeat_at := channel.read(f"{self._heartbeat_key}/{rank}"):
+                evidence_by_rank[self._rank]["silent_s"][rank] = time.time() - heartbeat_at
+        return is_first_report
 
     def _publish_evidence(self) -> Evidence:
         """Return this rank's evidence.
 
         The first call also sends the evidence to launch.py, or writes the stack traces to a file.
         """
-        with self._lock:
+        with self._evidence_lock:
             if self._evidence is None:
-                self._evidence, traces = rank_evidence(self._rank, self._hosts), stack_traces()
-                report_event("hang", **self._evidence, stacks=traces)
+                self._evidence = rank_evidence(self._rank, self._host_by_rank)
+                stack_text = stack_traces()
+                report_event("hang", **self._evidence, stacks=stack_text)
                 if EVENTS_FILE_VARIABLE not in os.environ:
                     with contextlib.suppress(OSError):
                         self._stacks_folder.mkdir(mode=0o700, exist_ok=True)
-                        (self._stacks_folder / f"rank_{self._rank}.txt").write_text(traces)
+                        (self._stacks_folder / f"rank_{self._rank}.txt").write_text(stack_text)
             return self._evidence

@@ -20,21 +20,24 @@ def share_initial_weights(accelerator: Accelerator, model: nn.Module) -> None:
     Raises:
         ValueError: If parameter names, shapes or dtypes differ between ranks.
     """
-    tensors = model.state_dict()
-    shapes = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors.items()}
-    agree(accelerator, {"the model": shapes})
-    if accelerator.num_processes == 1 or len(set(gather_object([_digest(tensors)]))) == 1:
+    tensor_by_name = model.state_dict()
+    descriptions = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in tensor_by_name.items()}
+    agree(accelerator, {"the model": descriptions})
+    if accelerator.num_processes == 1:
         return
-    for tensor in tensors.values():
+    digest_by_rank = gather_object([_weights_digest(tensor_by_name)])
+    if len(set(digest_by_rank)) == 1:
+        return
+    for tensor in tensor_by_name.values():
         tensor.copy_(broadcast(tensor.to(accelerator.device)))
     accelerator.print(
-        "the ranks' initial weights differ, because their CPUs round differently. All ranks use rank 0's"
-        " weights."
+        "the ranks' initial weights differ, because their CPUs round differently."
+        " All ranks use rank 0's weights."
     )
 
 
-def _digest(tensors: dict[str, Tensor]) -> str:
+def _weights_digest(tensor_by_name: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
-    for tensor in tensors.values():
+    for tensor in tensor_by_name.values():
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -31,7 +31,7 @@ class JobAccelerator(Accelerator):
         exact_sum: Object that adds gradients exactly with --deterministic. wrap() creates it.
         short_attention: True if the device supports the kernel in models/attention.py. After wrap(), it is
             True only if the model also uses this kernel.
-        prepared: The wrapped model, or None before wrap().
+        prepared_model: The wrapped model, or None before wrap().
     """
 
     precision: Precision
@@ -42,7 +42,7 @@ class JobAccelerator(Accelerator):
     grad_checkpointing: bool = False
     exact_sum: ExactSum | None = None
     short_attention: bool = False
-    prepared: nn.Module | None = None
+    prepared_model: nn.Module | None = None
 
     def print(self, *values: Any, **_: Any) -> None:
         """Log a line in the first process on each host."""

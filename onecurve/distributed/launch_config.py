@@ -22,11 +22,11 @@ from onecurve.system.text import did_you_mean
 # Environment variables in which MPI launchers store the number of processes
 MPI_SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 # Keys that belong in the DeepSpeed JSON file instead of the accelerate config, if the config refers to one
-JSON_KEYS = (
+DEEPSPEED_JSON_KEYS = (
     *("mixed_precision", "zero_stage", "gradient_clipping", "gradient_accumulation_steps"),
     *("offload_optimizer_device", "offload_param_device", "zero3_save_16bit_model"),
 )
-SCRIPT_KEYS = ("optimizer", "scheduler")  # DeepSpeed JSON sections whose content the script determines
+SCRIPT_SECTIONS = ("optimizer", "scheduler")  # DeepSpeed JSON sections whose content the script determines
 
 
 @cache
@@ -39,17 +39,17 @@ def supported_settings() -> dict[str, dict[str, Any]]:
 
 def check_launch_config(
     env: Mapping[str, str],
-    processes: int,
+    process_count: int,
     *,
-    deepspeed_config: str | None = None,
+    deepspeed_config_file: str | None = None,
     precision: str | None = None,
 ) -> dict[str, Any] | None:
     """Check the launcher's answers, and read the DeepSpeed JSON file.
 
     Args:
         env: Environment variables that contain the launcher's answers.
-        processes: Number of processes in the job.
-        deepspeed_config: Value of --deepspeed_config.
+        process_count: Number of processes in the job.
+        deepspeed_config_file: Value of --deepspeed_config.
         precision: Value of --mixed_precision, which overrides the launcher's answer.
 
     Returns:
@@ -59,31 +59,33 @@ def check_launch_config(
         ValueError: If an answer is not supported. The message names the first unsupported answer.
     """
     env = {"FSDP_VERSION": "1", **env}  # Accelerate's default
-    for switch, answers in supported_settings()["answers"].items():
+    for switch_variable, answers in supported_settings()["answers"].items():
         for key, (variable, *limits) in answers.items():
-            value = env.get(variable)
-            is_active = switch == "always" or is_on(switch, env)
-            if value is None or not is_active or not limits or (key == "mixed_precision" and precision):
+            answer = env.get(variable)
+            is_active = switch_variable == "always" or is_on(switch_variable, env)
+            is_overridden = key == "mixed_precision" and precision
+            if answer is None or not is_active or not limits or is_overridden:
                 continue
-            pattern, advice = limits
-            if not re.fullmatch(pattern, value, re.IGNORECASE):
-                refuse(key if ": " in key else f"{key}: {value}", advice)
-    _check_processes(env)
+            answer_pattern, advice = limits
+            if not re.fullmatch(answer_pattern, answer, re.IGNORECASE):
+                refuse(key if ": " in key else f"{key}: {answer}", advice)
+    _check_single_job(env)
     if is_on("ACCELERATE_USE_PARALLELISM_CONFIG", env):
-        _check_parallelism_sizes(env, processes)
+        _check_parallelism_sizes(env, process_count)
     config_uses_deepspeed = is_on("ACCELERATE_USE_DEEPSPEED", env)
-    if (deepspeed_config or config_uses_deepspeed) and importlib.util.find_spec("deepspeed") is None:
+    if (deepspeed_config_file or config_uses_deepspeed) and importlib.util.find_spec("deepspeed") is None:
         raise ValueError(
-            "ZeRO needs DeepSpeed, which is not installed. Install DeepSpeed, or choose one of the"
-            " fsdp_*.yaml files in accelerate_configs/."
+            "ZeRO needs DeepSpeed, which is not installed."
+            " Install DeepSpeed, or choose one of the fsdp_*.yaml files in accelerate_configs/."
         )
-    if deepspeed_config:
-        _check_launcher(env, deepspeed_config)
-        return _read_deepspeed_config("--deepspeed_config", deepspeed_config, precision)
+    if deepspeed_config_file:
+        _check_launcher(env, deepspeed_config_file)
+        return _read_deepspeed_config("--deepspeed_config", deepspeed_config_file, precision)
     if config_uses_deepspeed:
-        file = env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-        _check_deepspeed_answers(env, file)
-        return None if file == "none" else _read_deepspeed_config("deepspeed_config_file", file, precision)
+        config_file = env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+        _check_deepspeed_answers(env, config_file)
+        if config_file != "none":
+            return _read_deepspeed_config("deepspeed_config_file", config_file, precision)
     return None
 
 
@@ -92,7 +94,7 @@ def refuse(answer: str, advice: str) -> NoReturn:
     raise ValueError(f"the accelerate config contains {answer}, which is not supported: {advice}")
 
 
-def _check_processes(env: Mapping[str, str]) -> None:
+def _check_single_job(env: Mapping[str, str]) -> None:
     """Raise ValueError if the processes would form separate jobs, or if only one process would start.
 
     The function refuses MPI, `multi-CPU` (which starts a single process without MPI), and WORLD_SIZE without
@@ -100,12 +102,13 @@ def _check_processes(env: Mapping[str, str]) -> None:
     """
     if int(env.get("LOCAL_RANK", "-1")) >= 0:
         return
-    single_process = {"WORLD_SIZE": "1", "RANK": "0"}
-    if any(env.get(name, value) != value for name, value in single_process.items()):
-        assignments = " and ".join(f"{name}={env[name]}" for name in single_process if name in env)
+    single_process_values = {"WORLD_SIZE": "1", "RANK": "0"}
+    if any(env.get(name, value) != value for name, value in single_process_values.items()):
+        assignments = " and ".join(f"{name}={env[name]}" for name in single_process_values if name in env)
         raise ValueError(
-            f"the environment contains {assignments} but not LOCAL_RANK, so this process would train alone on"
-            " part of each batch. Start the script with torchrun, or unset these environment variables."
+            f"the environment contains {assignments} but not LOCAL_RANK,"
+            " so this process would train alone on part of each batch."
+            " Start the script with torchrun, or unset these environment variables."
         )
     advice = "choose multi-GPU, which also supports a rehearsal with several CPU processes"
     if any(int(env.get(name) or 1) > 1 for name in MPI_SIZE_VARIABLES):
@@ -114,184 +117,195 @@ def _check_processes(env: Mapping[str, str]) -> None:
         refuse("distributed_type: MULTI_CPU", f"MULTI_CPU would start only one process. Instead, {advice}")
 
 
-def _check_parallelism_sizes(env: Mapping[str, str], processes: int) -> None:
-    replicas, shards = (
-        int(env.get(f"PARALLELISM_CONFIG_DP_{name}_SIZE", "1")) for name in ("REPLICATE", "SHARD")
-    )
-    if shards == 1 or replicas * shards != processes:
+def _check_parallelism_sizes(env: Mapping[str, str], process_count: int) -> None:
+    replica_count = int(env.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
+    shard_count = int(env.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1"))
+    if shard_count == 1 or replica_count * shard_count != process_count:
         refuse(
-            f"parallelism_config_dp_replicate_size: {replicas} and dp_shard_size: {shards}",
-            f"the product of the two sizes must be {processes} (the number of processes), and dp_shard_size"
-            " must be larger than 1",
+            f"parallelism_config_dp_replicate_size: {replica_count} and dp_shard_size: {shard_count}",
+            f"the product of the two sizes must be {process_count} (the number of processes),"
+            " and dp_shard_size must be larger than 1",
         )
 
 
-def _check_launcher(env: Mapping[str, str], deepspeed_config: str) -> None:
+def _check_launcher(env: Mapping[str, str], deepspeed_config_file: str) -> None:
     if "LOCAL_RANK" not in env:
         raise ValueError(
-            f"--deepspeed_config {deepspeed_config} requires a launcher. Run"
-            f" `deepspeed --num_gpus 2 {sys.argv[0]} ...`."
+            f"--deepspeed_config {deepspeed_config_file} requires a launcher."
+            f" Run `deepspeed --num_gpus 2 {sys.argv[0]} ...`."
         )
     if is_on("ACCELERATE_USE_FSDP", env) or is_on("ACCELERATE_USE_DEEPSPEED", env):
         raise ValueError(
-            "--deepspeed_config conflicts with an accelerate config that selects a strategy. Use only"
-            " --deepspeed_config or only the accelerate config."
+            "--deepspeed_config conflicts with an accelerate config that selects a strategy."
+            " Use only --deepspeed_config or only the accelerate config."
         )
 
 
-def _check_deepspeed_answers(env: Mapping[str, str], file: str) -> None:
-    if file == "none":
-        stage = env.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
-        if stage != "3" and env.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none") != "none":
+def _check_deepspeed_answers(env: Mapping[str, str], config_file: str) -> None:
+    if config_file == "none":
+        zero_stage = env.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+        if zero_stage != "3" and env.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none") != "none":
             refuse(
-                "offload_param_device: cpu", f"offloading requires zero_stage: 3, but zero_stage is {stage}"
+                "offload_param_device: cpu",
+                f"offloading requires zero_stage: 3, but zero_stage is {zero_stage}",
             )
         return
-    fields = env.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
-    if duplicates := [name for name in JSON_KEYS if name in fields]:
-        refuse(f"{duplicates[0]} next to deepspeed_config_file: {file}", f"set it in {file}")
+    answered_keys = env.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
+    if repeated_keys := [key for key in DEEPSPEED_JSON_KEYS if key in answered_keys]:
+        refuse(f"{repeated_keys[0]} next to deepspeed_config_file: {config_file}", f"set it in {config_file}")
 
 
-def _read_deepspeed_config(name: str, file: str, precision: str | None = None) -> dict[str, Any]:
+def _read_deepspeed_config(setting_name: str, json_path: str, precision: str | None = None) -> dict[str, Any]:
     """Return a DeepSpeed JSON file's content.
 
     Args:
-        name: Flag or config key that refers to the file.
-        file: Path to the DeepSpeed JSON file.
+        setting_name: Flag or config key that refers to the file.
+        json_path: Path to the DeepSpeed JSON file.
         precision: Value of --mixed_precision.
 
     Raises:
         ValueError: If the file is invalid or contains unsupported keys. The error message lists these keys.
     """
     try:
-        config = parse_json(Path(file).read_bytes(), f"{name} {file}")
+        deepspeed_config = parse_json(Path(json_path).read_bytes(), f"{setting_name} {json_path}")
     except OSError as error:
-        raise ValueError(f"{name} {file}: {error.strerror}") from None
-    zero = config.get("zero_optimization")
-    if not isinstance(zero, dict):
-        raise ValueError(f"{file} has no section zero_optimization. Choose a file in ds_configs/.")
+        raise ValueError(f"{setting_name} {json_path}: {error.strerror}") from None
+    zero_section = deepspeed_config.get("zero_optimization")
+    if not isinstance(zero_section, dict):
+        raise ValueError(f"{json_path} has no section zero_optimization. Choose a file in ds_configs/.")
     for key in ("bf16", "fp16", "offload_optimizer", "offload_param"):
-        if not isinstance(section := (zero if "offload" in key else config).get(key, {}), dict):
-            example = '{"device": "cpu"}' if "offload" in key else '{"enabled": true}'
+        is_offload = "offload" in key
+        section = (zero_section if is_offload else deepspeed_config).get(key, {})
+        if not isinstance(section, dict):
+            example = '{"device": "cpu"}' if is_offload else '{"enabled": true}'
             raise ValueError(
-                f"{file} sets {key} to {json.dumps(section)}, which is not supported. Set {key} to {example},"
-                f" or remove {key}."
+                f"{json_path} sets {key} to {json.dumps(section)}, which is not supported."
+                f" Set {key} to {example}, or remove {key}."
             )
-    problems = [*_unsupported_keys(config, ""), *_unsupported_keys(zero, "zero_optimization")]
-    if (stage := zero.get("stage")) not in (1, 2, 3):
-        problems.append(f"zero_optimization.stage {stage} (choose 1, 2 or 3)")
+    unsupported_entries = list(_unsupported_keys(deepspeed_config, ""))
+    unsupported_entries += _unsupported_keys(zero_section, "zero_optimization")
+    zero_stage = zero_section.get("stage")
+    if zero_stage not in (1, 2, 3):
+        unsupported_entries.append(f"zero_optimization.stage {zero_stage} (choose 1, 2 or 3)")
     for offload_section in ("offload_optimizer", "offload_param"):
-        section = zero.get(offload_section, {})
-        problems += _unsupported_keys(section, offload_section)
-        device = section.get("device", "none")
-        if device not in ("none", "cpu"):
-            problems.append(f"{offload_section}.device {device} (choose cpu)")
-        if offload_section == "offload_param" and device != "none" and stage != 3:
-            problems.append(f"offload_param (requires stage 3, but the stage is {stage})")
-    if problems:
-        offload = "_offload" if stage != 1 and (zero.get("offload_optimizer") or {}).get("device") else ""
-        equivalent = f"ds_configs/zero{stage}{offload}.json" if stage in (1, 2, 3) else "a ddp_* config"
+        section = zero_section.get(offload_section, {})
+        unsupported_entries += _unsupported_keys(section, offload_section)
+        offload_device = section.get("device", "none")
+        if offload_device not in ("none", "cpu"):
+            unsupported_entries.append(f"{offload_section}.device {offload_device} (choose cpu)")
+        if offload_section == "offload_param" and offload_device != "none" and zero_stage != 3:
+            unsupported_entries.append(f"offload_param (requires stage 3, but the stage is {zero_stage})")
+    if unsupported_entries:
+        offloads_optimizer = zero_stage != 1 and (zero_section.get("offload_optimizer") or {}).get("device")
+        equivalent_file = "a ddp_* config"
+        if zero_stage in (1, 2, 3):
+            equivalent_file = f"ds_configs/zero{zero_stage}{'_offload' if offloads_optimizer else ''}.json"
         raise ValueError(
-            f"{file} contains unsupported keys: {', '.join(problems)}. Without these keys, the file is"
-            f" equivalent to {equivalent}."
+            f"{json_path} contains unsupported keys: {', '.join(unsupported_entries)}."
+            f" Without these keys, the file is equivalent to {equivalent_file}."
         )
-    _check_precisions(config, file, precision)
-    return config
+    _check_precisions(deepspeed_config, json_path, precision)
+    return deepspeed_config
 
 
-def _unsupported_keys(section: dict[str, Any], name: str) -> Iterator[str]:
+def _unsupported_keys(section: dict[str, Any], section_name: str) -> Iterator[str]:
     """Yield each unsupported key in a section, followed by advice."""
-    known = " ".join(supported_settings()["deepspeed"][name]).split()
-    for key, value in section.items():
-        is_off = value in (None, False) or (isinstance(value, dict) and value.get("enabled") is False)
-        if key in known or is_off or (not name and key in SCRIPT_KEYS and _is_all_auto(value)):
+    known_keys = " ".join(supported_settings()["deepspeed"][section_name]).split()
+    advice_by_key = supported_settings()["deepspeed_advice"]
+    for key, setting in section.items():
+        is_disabled_section = isinstance(setting, dict) and setting.get("enabled") is False
+        is_disabled = setting in (None, False) or is_disabled_section
+        is_left_to_script = not section_name and key in SCRIPT_SECTIONS and _is_all_auto(setting)
+        if key in known_keys or is_disabled or is_left_to_script:
             continue
-        advice = did_you_mean(key, known) or supported_settings()["deepspeed_advice"].get(key, "remove it")
-        yield f"{name}.{key} ({advice})" if name else f"{key} ({advice})"
+        advice = did_you_mean(key, known_keys) or advice_by_key.get(key, "remove it")
+        yield f"{section_name}.{key} ({advice})" if section_name else f"{key} ({advice})"
 
 
 def _is_all_auto(section: Any) -> bool:
     """Return True if an optimizer or scheduler section leaves all settings to the script ("auto")."""
     section = section if isinstance(section, dict) else {}
-    values = (section.get("params") or {}).values()
+    parameters = (section.get("params") or {}).values()
     is_other_type = section.get("type", "AdamW") not in ("Adam", "AdamW", "WarmupLR", "WarmupDecayLR")
-    if not values or is_other_type:
+    if not parameters or is_other_type:
         return False
-    return all(value == "auto" or isinstance(value, bool) for value in values)
+    return all(setting == "auto" or isinstance(setting, bool) for setting in parameters)
 
 
-def settle_auto(config: dict[str, Any]) -> list[str]:
+def replace_auto_values(deepspeed_config: dict[str, Any]) -> list[str]:
     """Replace the remaining "auto" values in a DeepSpeed config in place, and return remarks for the user."""
     remarks = []
-    if removed := [key for key in SCRIPT_KEYS if config.pop(key, None)]:
-        sections = " and ".join(removed)
-        remarks.append(
-            f'using the script\'s {sections}, because the DeepSpeed config sets {sections} to "auto"'
-        )
-    zero_section = config.get("zero_optimization", {})
-    if auto_keys := [key for key, value in zero_section.items() if value == "auto"]:
+    removed_sections = [key for key in SCRIPT_SECTIONS if deepspeed_config.pop(key, None)]
+    if removed_sections:
+        names = " and ".join(removed_sections)
+        remarks.append(f'using the script\'s {names}, because the DeepSpeed config sets {names} to "auto"')
+    zero_section = deepspeed_config.get("zero_optimization", {})
+    auto_keys = [key for key, setting in zero_section.items() if setting == "auto"]
+    if auto_keys:
         shipped_file = f"ds_configs/zero{zero_section['stage']}.json"
         shipped_section = json.loads((ROOT / shipped_file).read_text())["zero_optimization"]
         for key in auto_keys:
             del zero_section[key]  # use DeepSpeed's default
         zero_section |= {key: shipped_section[key] for key in auto_keys if key in shipped_section}
-        descriptions = ", ".join(f"{key} {zero_section.get(key, 'by default')}" for key in auto_keys)
+        setting_descriptions = ", ".join(f"{key} {zero_section.get(key, 'by default')}" for key in auto_keys)
         remarks.append(
-            f'using {descriptions}, as in {shipped_file}, because DeepSpeed can compute "auto" only from the'
-            " hidden size of a language model"
+            f"using {setting_descriptions}, as in {shipped_file},"
+            ' because DeepSpeed can compute "auto" only from the hidden size of a language model'
         )
     return remarks
 
 
-def _check_precisions(config: dict[str, Any], file: str, precision: str | None) -> None:
-    enabled_by_precision, bf16 = _enabled_by_precision(config), config.get("bf16") or {}
-    engine_settings = [key for key in bf16 if key not in ("enabled", "check_grad_overflow")]
-    if engine_settings and not enabled_by_precision.get("bf16"):
+def _check_precisions(deepspeed_config: dict[str, Any], json_path: str, precision: str | None) -> None:
+    enabled_by_precision = _enabled_by_precision(deepspeed_config)
+    bf16_section = deepspeed_config.get("bf16") or {}
+    engine_keys = [key for key in bf16_section if key not in ("enabled", "check_grad_overflow")]
+    if engine_keys and not enabled_by_precision.get("bf16"):
         raise ValueError(
-            f"{file} sets bf16.{engine_settings[0]}, which applies only to DeepSpeed's own bf16 mode. Remove"
-            " this key, or set bf16.enabled to true."
+            f"{json_path} sets bf16.{engine_keys[0]}, which applies only to DeepSpeed's own bf16 mode."
+            " Remove this key, or set bf16.enabled to true."
         )
-    if all(enabled_by_precision.get(dtype) for dtype in ("bf16", "fp16")):
-        raise ValueError(f"{file} enables both bf16 and fp16. Enable only one precision.")
-    for dtype, is_enabled in enabled_by_precision.items():
-        if precision and is_enabled != (dtype == precision):
+    if all(enabled_by_precision.get(precision_name) for precision_name in ("bf16", "fp16")):
+        raise ValueError(f"{json_path} enables both bf16 and fp16. Enable only one precision.")
+    for precision_name, is_enabled in enabled_by_precision.items():
+        if precision and is_enabled != (precision_name == precision):
             raise ValueError(
-                f"{file} sets {dtype}.enabled to {json.dumps(is_enabled)}, but --mixed_precision is"
-                f' {precision}. Set {dtype}.enabled to "auto".'
+                f"{json_path} sets {precision_name}.enabled to {json.dumps(is_enabled)},"
+                f" but --mixed_precision is {precision}."
+                f' Set {precision_name}.enabled to "auto".'
             )
 
 
-def enabled_precision(config: dict[str, Any] | None) -> str | None:
+def enabled_precision(deepspeed_config: dict[str, Any] | None) -> str | None:
     """Return the precision from the DeepSpeed JSON: bf16, fp16, or `no` if the JSON disables bf16.
 
     If the result is None, the flag and the device determine the precision.
     """
-    enabled_by_precision = _enabled_by_precision(config or {})
+    enabled_by_precision = _enabled_by_precision(deepspeed_config or {})
     return next(
-        (dtype for dtype, is_enabled in enabled_by_precision.items() if is_enabled),
+        (precision_name for precision_name, is_enabled in enabled_by_precision.items() if is_enabled),
         "no" if "bf16" in enabled_by_precision else None,
     )
 
 
-def _enabled_by_precision(config: dict[str, Any]) -> dict[str, bool]:
+def _enabled_by_precision(deepspeed_config: dict[str, Any]) -> dict[str, bool]:
     """Return the values of `enabled` in the bf16 and fp16 sections, except missing and "auto" values."""
-    sections = {dtype: config.get(dtype) for dtype in ("bf16", "fp16")}
+    sections = {precision_name: deepspeed_config.get(precision_name) for precision_name in ("bf16", "fp16")}
     return {
-        dtype: section["enabled"]
-        for dtype, section in sections.items()
+        precision_name: section["enabled"]
+        for precision_name, section in sections.items()
         if isinstance(section, dict) and isinstance(section.get("enabled"), bool)
     }
 
 
-def disable_meaningless(rehearsal: bool) -> list[str]:
+def disable_ineffective_answers(is_rehearsal: bool) -> list[str]:
     """Disable answers that have no effect in this job. Return a remark about each disabled answer."""
-    meaningless = {"fsdp_cpu_ram_efficient_loading": "this key affects only models that Transformers loads"}
-    if rehearsal:
-        meaningless["fsdp_offload_params"] = "the parameters are already on the CPU in a rehearsal"
+    reason_by_key = {"fsdp_cpu_ram_efficient_loading": "this key affects only models that Transformers loads"}
+    if is_rehearsal:
+        reason_by_key["fsdp_offload_params"] = "the parameters are already on the CPU in a rehearsal"
     if os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP") == "":  # the empty default selects the model's blocks
         del os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"]
     remarks = []
-    for key, reason in meaningless.items():
+    for key, reason in reason_by_key.items():
         if is_on(key.upper()):
             os.environ[key.upper()] = "false"
             remarks.append(f"{key} is ignored because {reason}")
@@ -300,13 +314,13 @@ def disable_meaningless(rehearsal: bool) -> list[str]:
 
 def check_wrapped_classes(model: Any) -> None:
     """Raise ValueError if the config tells FSDP2 to wrap a class that the model does not contain."""
-    wrapped_names = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
-    if not wrapped_names or not is_on("ACCELERATE_USE_FSDP"):
+    wrapped_class_names = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
+    if not wrapped_class_names or not is_on("ACCELERATE_USE_FSDP"):
         return
-    class_names = {type(module).__name__ for module in model.modules()}
-    for name in wrapped_names.split(","):
-        if name not in class_names:
+    model_class_names = {type(module).__name__ for module in model.modules()}
+    for class_name in wrapped_class_names.split(","):
+        if class_name not in model_class_names:
             refuse(
-                f"fsdp_transformer_layer_cls_to_wrap: {name}",
+                f"fsdp_transformer_layer_cls_to_wrap: {class_name}",
                 "the model contains no layer of this class. Remove the key",
             )

@@ -37,7 +37,7 @@ class Piece(NamedTuple):
     """Range of a flattened whole tensor that this process stores."""
 
     start: int  # start index in the flattened whole tensor
-    length: int
+    length: int  # number of elements
     offset: int = 0  # start index in the flat partition under ZeRO
 
 
@@ -59,7 +59,7 @@ class Layout:
         self.parameters = {
             name: parameter for name, parameter in all_parameters.items() if parameter.requires_grad
         }
-        self.frozen = {
+        self.frozen_parameters = {
             name: parameter for name, parameter in all_parameters.items() if not parameter.requires_grad
         }
         # Local fp32 tensors, in the order of self.states()
@@ -79,52 +79,53 @@ class Layout:
 
         Buffers may differ between ranks. Rank 0's buffers are authoritative.
         """
-        parameters = {**self.parameters, **self.frozen}
-        parameter_ids = {id(parameter) for parameter in parameters.values()}
-        all_tensors = self.module.state_dict(keep_vars=True)
+        parameter_by_name = {**self.parameters, **self.frozen_parameters}
+        parameter_ids = {id(parameter) for parameter in parameter_by_name.values()}
+        tensor_by_name = self.module.state_dict(keep_vars=True)
         # After a forward pass, FSDP2 may expose a gathered parameter instead of the original object (pytorch
         # #144289). Therefore, this code also compares names.
         return {
             name: tensor.detach()
-            for name, tensor in all_tensors.items()
-            if id(tensor) not in parameter_ids and name not in parameters
+            for name, tensor in tensor_by_name.items()
+            if id(tensor) not in parameter_ids and name not in parameter_by_name
         }
 
     def frozen_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the whole frozen parameters, by name."""
-        return {name: self._whole_shape(parameter) for name, parameter in self.frozen.items()}
+        return {name: self._whole_shape(parameter) for name, parameter in self.frozen_parameters.items()}
 
-    def views(self, local: LocalTensors) -> Iterator[tuple[str, Tensor]]:
+    def views(self, local_tensors: LocalTensors) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and this process's piece of each trained parameter that has this state."""
-        for tensor, members in zip(local, self.members(), strict=True):
+        for tensor, members in zip(local_tensors, self.members(), strict=True):
             if tensor is None:
                 continue
             for name in members:
-                _, length, offset = self.piece_of[name]
-                yield name, tensor[offset : offset + length] if self.is_flat else tensor
+                piece = self.piece_of[name]
+                yield name, tensor[piece.offset : piece.offset + piece.length] if self.is_flat else tensor
 
     def frozen_views(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and this process's piece of each frozen parameter."""
-        for name, parameter in self.frozen.items():
+        for name, parameter in self.frozen_parameters.items():
             yield name, to_local(parameter.detach())
 
-    def fill(self, own_pieces: Iterable[tuple[str, Tensor]], whole: Callable[[str], Tensor]) -> None:
+    def fill(self, own_pieces: Iterable[tuple[str, Tensor]], get_whole: Callable[[str], Tensor]) -> None:
         """Fill this process's pieces from whole tensors. All processes must use the same name order.
 
         Args:
             own_pieces: Names and pieces, from views() or frozen_views().
-            whole: Function that maps a name to the whole tensor on the device.
+            get_whole: Function that maps a name to the whole tensor on the device.
         """
         for name, own_piece in own_pieces:
-            start, length, _ = self.piece_of[name]
-            own_piece.copy_(whole(name).flatten()[start : start + length].view(own_piece.shape))
+            piece = self.piece_of[name]
+            whole_piece = get_whole(name).flatten()[piece.start : piece.start + piece.length]
+            own_piece.copy_(whole_piece.view(own_piece.shape))
 
     def sync(self) -> None:
         """Make changes in self.local visible to the next forward pass. This method is collective."""
 
     def groups(self) -> list[list[str]]:
         """Return the trained parameters' names in each of the optimizer's parameter groups."""
-        return self._names_of([group["params"] for group in self.script_optimizer.param_groups])
+        return self._names_in_groups([group["params"] for group in self.script_optimizer.param_groups])
 
     def states(self) -> list[dict[str, Any]]:
         """Return the optimizer's state for each local tensor.
@@ -135,14 +136,15 @@ class Layout:
 
     def shaped_state(self) -> dict[str, LocalTensors]:
         """Return the state tensors shaped like the local tensors, by state name such as `exp_avg`."""
-        keys, states = self._state_keys(), self.states()
-        names = {name for key, state in zip(keys, states, strict=True) for name in shaped_entries(state, key)}
+        state_keys, states = self._state_keys(), self.states()
+        keys_and_states = list(zip(state_keys, states, strict=True))
+        state_names = {name for key, state in keys_and_states for name in shaped_entries(state, key)}
         return {
             name: [
-                to_local(state[name] if _has_shape(state.get(name), key) else None)
-                for key, state in zip(keys, states, strict=True)
+                to_local(state[name]) if _has_shape(state.get(name), key) else None
+                for key, state in keys_and_states
             ]
-            for name in sorted(names)
+            for name in sorted(state_names)
         }
 
     def other_state(self) -> dict[str, dict[str, Any]]:
@@ -150,43 +152,47 @@ class Layout:
 
         This method is collective.
         """
-        names = self.shaped_state().keys()
-        return {
-            parameter: {
-                name: value.full_tensor() if hasattr(value, "full_tensor") else value
-                for name, value in sorted(state.items())
-                if not (name in names and _has_shape(value, key))
-            }
-            for key, state, members in zip(self._state_keys(), self.states(), self.members(), strict=True)
-            for parameter in members
-        }
+        shaped_names = self.shaped_state().keys()
+        state_by_parameter: dict[str, dict[str, Any]] = {}
+        for key, state, members in zip(self._state_keys(), self.states(), self.members(), strict=True):
+            for parameter in members:
+                state_by_parameter[parameter] = {
+                    state_name: state_value.full_tensor()
+                    if hasattr(state_value, "full_tensor")
+                    else state_value
+                    for state_name, state_value in sorted(state.items())
+                    if not (state_name in shaped_names and _has_shape(state_value, key))
+                }
+        return state_by_parameter
 
     def changed_groups(self) -> list[dict[str, Any]]:
         """Return the parameter group settings that the optimizer itself has changed, such as a step count."""
         return changed_settings(self.script_optimizer.param_groups, self.initial_settings)
 
-    def make_state(self, name: str, dtypes: dict[str, torch.dtype]) -> LocalTensors:
+    def make_state(self, state_name: str, dtype_of: dict[str, torch.dtype]) -> LocalTensors:
         """Create zero-filled state tensors shaped like the local tensors.
 
         Args:
-            name: Name of the state.
-            dtypes: The state's dtype for each parameter that has this state.
+            state_name: Name of the state.
+            dtype_of: The state's dtype for each parameter that has this state.
         """
-        states: list[Tensor | None] = []
+        local_states: list[Tensor | None] = []
         for key, members in zip(self._state_keys(), self.members(), strict=True):
-            dtype = next((dtypes[member] for member in members if member in dtypes), None)
-            value = None if dtype is None else self._set_state(key, name, torch.zeros_like(key, dtype=dtype))
-            states.append(to_local(value))
-        return states
+            dtype = next((dtype_of[member] for member in members if member in dtype_of), None)
+            state_tensor = None if dtype is None else torch.zeros_like(key, dtype=dtype)
+            if state_tensor is not None:
+                self._set_state(key, state_name, state_tensor)
+            local_states.append(to_local(state_tensor))
+        return local_states
 
-    def put_state(self, parameter: str, name: str, value: Any) -> None:
+    def put_state(self, parameter: str, state_name: str, value: Any) -> None:
         """Set a parameter's state to a scalar, or to a tensor that already has the strategy's layout."""
-        keys = {
+        key_by_parameter = {
             member: key
             for key, members in zip(self._state_keys(), self.members(), strict=True)
             for member in members
         }
-        self._set_state(keys[parameter], name, value)
+        self._set_state(key_by_parameter[parameter], state_name, value)
 
     def arrangements(self) -> list[Arrangement]:
         """Return functions that map a group's whole parameters to one process's shards or flat partition.
@@ -199,9 +205,9 @@ class Layout:
         """Return True if each training step calls the optimizer's step() exactly once."""
         return True
 
-    def _set_state(self, key: Tensor, name: str, value: Any) -> Any:
-        base_of(self.script_optimizer).state.setdefault(key, {})[name] = value
-        return value
+    def _set_state(self, key: Tensor, state_name: str, value: Any) -> None:
+        state_by_key = base_of(self.script_optimizer).state
+        state_by_key.setdefault(key, {})[state_name] = value
 
     def _script_optimizer(self) -> Optimizer:
         return self.optimizer
@@ -210,9 +216,12 @@ class Layout:
         """Return the parameter names in each local tensor."""
         return [[name] for name in self.parameters]
 
-    def _names_of(self, groups: list[list[Tensor]]) -> list[list[str]]:
-        names = {id(parameter): name for name, parameter in self.parameters.items()}
-        return [[names[id(parameter)] for parameter in group if id(parameter) in names] for group in groups]
+    def _names_in_groups(self, parameter_groups: list[list[Tensor]]) -> list[list[str]]:
+        name_by_id = {id(parameter): name for name, parameter in self.parameters.items()}
+        return [
+            [name_by_id[id(parameter)] for parameter in group if id(parameter) in name_by_id]
+            for group in parameter_groups
+        ]
 
     def _state_keys(self) -> list[Tensor]:
         return list(self.parameters.values())
@@ -225,7 +234,7 @@ class Layout:
         return Piece(0, parameter.numel())
 
 
-class _Sharded(Layout):
+class _ShardedLayout(Layout):
     """Layout for FSDP2, where parameters and moments are DTensors."""
 
     partition_name = "FSDP2's shards"
@@ -237,16 +246,16 @@ class _Sharded(Layout):
         """
         if not hasattr(parameter, "placements"):
             return super()._piece_of(parameter)
-        (dimension,) = (dim for dim, placement in enumerate(parameter.placements) if placement.is_shard(0))
-        mesh, rows = parameter.device_mesh, len(parameter)
-        rows_per_rank = -(-rows // mesh.size(dimension))
-        start = min(rows, rows_per_rank * mesh.get_local_rank(dimension))
-        row_size = parameter.numel() // rows
-        return Piece(start * row_size, min(rows_per_rank, rows - start) * row_size)
+        (sharded_dim,) = (dim for dim, placement in enumerate(parameter.placements) if placement.is_shard(0))
+        mesh, row_count = parameter.device_mesh, len(parameter)
+        rows_per_rank = -(-row_count // mesh.size(sharded_dim))
+        start_row = min(row_count, rows_per_rank * mesh.get_local_rank(sharded_dim))
+        row_size = parameter.numel() // row_count
+        return Piece(start_row * row_size, min(rows_per_rank, row_count - start_row) * row_size)
 
     def arrangements(self) -> list[Arrangement]:
-        example = next(iter(self.parameters.values()))
-        return [lambda tensors: [_distributed_like(example, tensor) for tensor in tensors]]
+        reference = next(iter(self.parameters.values()))
+        return [lambda tensors: [_distributed_like(reference, tensor) for tensor in tensors]]
 
     def sync(self) -> None:
         from torch.distributed.fsdp import FSDPModule
@@ -256,7 +265,7 @@ class _Sharded(Layout):
                 module.reshard()
 
 
-class _Zero(Layout):
+class _ZeroLayout(Layout):
     """Layout for ZeRO-1 and ZeRO-2, with flat partitions of the fp32 master weights."""
 
     partition_name = "ZeRO's flat partitions"
@@ -266,7 +275,7 @@ class _Zero(Layout):
         return self.members()
 
     def arrangements(self) -> list[Arrangement]:
-        return [lambda tensors: _flat_half(tensors, 0), lambda tensors: _flat_half(tensors, 1)]
+        return [lambda tensors: _flat_partition(tensors, 0), lambda tensors: _flat_partition(tensors, 1)]
 
     def sync(self) -> None:
         self.optimizer.update_lp_params()
@@ -274,19 +283,20 @@ class _Zero(Layout):
     def _piece_of(self, parameter: Any) -> Piece:
         if not parameter.requires_grad:
             return super()._piece_of(parameter)
-        return Piece(*(deepspeed_.fragment(parameter) or (0, 0)))
+        fragment = deepspeed_.fragment(parameter)
+        return Piece(*fragment) if fragment else Piece(0, 0)
 
     def _script_optimizer(self) -> Optimizer:
         return self.optimizer.optimizer
 
     def members(self) -> list[list[str]]:
-        return self._names_of(self.optimizer.bit16_groups)
+        return self._names_in_groups(self.optimizer.bit16_groups)
 
     def _state_keys(self) -> list[Tensor]:
         return list(self.optimizer.single_partition_of_fp32_groups)
 
 
-class _Zero3(_Zero):
+class _Zero3Layout(_ZeroLayout):
     """Layout for ZeRO-3, which splits each parameter into equally sized partitions, one per process.
 
     The last partition is padded.
@@ -296,14 +306,14 @@ class _Zero3(_Zero):
         return tuple(parameter.ds_shape)
 
     def frozen_views(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.frozen.items():
+        for name, parameter in self.frozen_parameters.items():
             yield name, parameter.ds_tensor[: self.piece_of[name].length]
 
     def groups(self) -> list[list[str]]:
-        groups: list[list[str]] = [[] for _ in self.script_optimizer.param_groups]
-        for index, members in enumerate(self.members()):
-            groups[self.optimizer.sub_group_to_group_id[index]] += members
-        return groups
+        names_by_group: list[list[str]] = [[] for _ in self.script_optimizer.param_groups]
+        for sub_group_index, members in enumerate(self.members()):
+            names_by_group[self.optimizer.sub_group_to_group_id[sub_group_index]] += members
+        return names_by_group
 
     def is_stepped_in_one_call(self) -> bool:
         return len(self._state_keys()) == 1  # DeepSpeed calls step() once per partition
@@ -312,15 +322,15 @@ class _Zero3(_Zero):
         deepspeed_.end_zero3_step(self.optimizer, len(self._state_keys()))
 
     def _piece_of(self, parameter: Any) -> Piece:
-        part_size = parameter.ds_tensor.ds_numel
-        start = min(parameter.ds_numel, part_size * deepspeed_.partition_rank(self.optimizer, parameter))
-        offset = 0  # placeholder offset for frozen parameters, which are in no partition
+        partition_size = parameter.ds_tensor.ds_numel
+        start = min(parameter.ds_numel, partition_size * deepspeed_.partition_rank(self.optimizer, parameter))
+        partition_offset = 0  # placeholder offset for frozen parameters, which are in no partition
         if parameter.requires_grad:
-            _, offset, _ = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
-        return Piece(start, min(part_size, parameter.ds_numel - start), offset)
+            _, partition_offset, _ = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
+        return Piece(start, min(partition_size, parameter.ds_numel - start), partition_offset)
 
     def members(self) -> list[list[str]]:
-        return self._names_of(self.optimizer.fp16_groups)
+        return self._names_in_groups(self.optimizer.fp16_groups)
 
     def _state_keys(self) -> list[Tensor]:
         return list(self.optimizer.fp32_partitioned_groups_flat)
@@ -328,11 +338,12 @@ class _Zero3(_Zero):
 
 def layout_of(model: nn.Module, optimizer: AcceleratedOptimizer) -> Layout:
     """Return the layout of a model and an optimizer, both returned by accelerator.prepare."""
-    inner = optimizer.optimizer
-    if type(inner).__module__.startswith("deepspeed"):
-        return (_Zero3 if hasattr(inner, "fp32_partitioned_groups_flat") else _Zero)(model, optimizer)
+    wrapped_optimizer = optimizer.optimizer
+    if type(wrapped_optimizer).__module__.startswith("deepspeed"):
+        is_stage_3 = hasattr(wrapped_optimizer, "fp32_partitioned_groups_flat")
+        return _Zero3Layout(model, optimizer) if is_stage_3 else _ZeroLayout(model, optimizer)
     if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
-        return _Sharded(model, optimizer)
+        return _ShardedLayout(model, optimizer)
     return Layout(model, optimizer)
 
 
@@ -341,8 +352,9 @@ def base_of(optimizer: Optimizer) -> Optimizer:
 
     A wrapper such as Lookahead stores the state in an inner optimizer.
     """
-    inner_optimizers = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
-    return base_of(inner_optimizers[0]) if len(inner_optimizers) == 1 and not optimizer.state else optimizer
+    inner_optimizers = [member for member in vars(optimizer).values() if isinstance(member, Optimizer)]
+    is_wrapper = len(inner_optimizers) == 1 and not optimizer.state
+    return base_of(inner_optimizers[0]) if is_wrapper else optimizer
 
 
 def shaped_entries(state: dict[str, Any], key: Tensor) -> dict[str, Tensor]:
@@ -350,7 +362,7 @@ def shaped_entries(state: dict[str, Any], key: Tensor) -> dict[str, Tensor]:
 
     The state of a scalar parameter is excluded, because a scalar shape is ambiguous.
     """
-    return {name: value for name, value in state.items() if key.ndim and _has_shape(value, key)}
+    return {name: entry for name, entry in state.items() if key.ndim and _has_shape(entry, key)}
 
 
 def group_settings(group: dict[str, Any]) -> dict[str, Any]:
@@ -359,18 +371,20 @@ def group_settings(group: dict[str, Any]) -> dict[str, Any]:
     A checkpoint stores neither the parameters nor the learning rate, which the script sets. It also omits
     `capturable`, which only step graphs on a GPU need, and which other devices reject.
     """
-    return {name: value for name, value in group.items() if name not in ("params", "lr", "capturable")}
+    return {name: setting for name, setting in group.items() if name not in ("params", "lr", "capturable")}
 
 
-def changed_settings(groups: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def changed_settings(
+    parameter_groups: list[dict[str, Any]], earlier_settings_by_group: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """Return the settings in each parameter group that differ from the earlier settings."""
     return [
         {
-            name: value
-            for name, value in group_settings(group).items()
-            if name not in earlier_settings or not _are_identical(value, earlier_settings[name])
+            name: setting
+            for name, setting in group_settings(group).items()
+            if name not in earlier_settings or not _are_identical(setting, earlier_settings[name])
         }
-        for group, earlier_settings in zip(groups, earlier, strict=True)
+        for group, earlier_settings in zip(parameter_groups, earlier_settings_by_group, strict=True)
     ]
 
 
@@ -389,17 +403,17 @@ def to_local(value: Any) -> Any:
     return value.to_local() if hasattr(value, "to_local") else value
 
 
-def _distributed_like(example: Any, whole: Tensor) -> Any:
-    """Return the whole tensor as a DTensor with the DTensor p's sharding and device."""
+def _distributed_like(reference: Any, whole_tensor: Tensor) -> Any:
+    """Return the whole tensor as a DTensor with the reference DTensor's sharding and device."""
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(whole, example.device_mesh, example.placements, src_data_rank=None).to(
-        example.to_local().device
-    )
+    return distribute_tensor(
+        whole_tensor, reference.device_mesh, reference.placements, src_data_rank=None
+    ).to(reference.to_local().device)
 
 
-def _has_shape(value: Any, key: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == key.shape
+def _has_shape(state_value: Any, parameter: Tensor) -> bool:
+    return isinstance(state_value, Tensor) and state_value.shape == parameter.shape
 
 
 def _are_identical(first: Any, second: Any) -> bool:
@@ -408,9 +422,11 @@ def _are_identical(first: Any, second: Any) -> bool:
     return type(first) is type(second) and first == second
 
 
-def _flat_half(tensors: list[Tensor], half: int) -> list[Tensor]:
+def _flat_partition(whole_tensors: list[Tensor], partition_index: int) -> list[Tensor]:
     """Return one process's flat partition in a job with two processes. The second partition is padded."""
-    if not tensors:
+    if not whole_tensors:
         return []
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    return [torch.cat([flat, flat.new_zeros(len(flat) % 2)]).chunk(2)[half]]
+    flat_tensor = torch.cat([tensor.flatten() for tensor in whole_tensors])
+    padding = flat_tensor.new_zeros(len(flat_tensor) % 2)
+    partitions = torch.cat([flat_tensor, padding]).chunk(2)
+    return [partitions[partition_index]]

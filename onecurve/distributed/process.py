@@ -16,9 +16,9 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from onecurve.distributed.accelerator import start
-from onecurve.distributed.channel import first_to_report
+from onecurve.distributed.channel import claim_report
 from onecurve.distributed.step_graph import free_graphs
-from onecurve.distributed.watch import MISTAKES, STOP_SIGNALS, Preempted, watch
+from onecurve.distributed.watch import STOP_SIGNALS, USER_ERROR_TYPES, Preempted, watch
 from onecurve.flags.recipe import Batch, Recipe, from_flags
 from onecurve.system.cli import settle_environment, tell_launchers, tell_torchrun
 from onecurve.system.env import PREEMPTED_STATUS, is_hosts_first, is_launched, rank, report_event, world_size
@@ -27,18 +27,19 @@ from onecurve.system.phase import STARTING, now
 from onecurve.system.text import message_text
 from onecurve.upstream.python_ import run_finalizers
 
-R = TypeVar("R", bound=Recipe)
-Main = Callable[[R, Accelerator, Batch], None]
+INTERRUPTED_STATUS = 130  # exit status after Ctrl-C
+RecipeType = TypeVar("RecipeType", bound=Recipe)
+MainFunction = Callable[[RecipeType, Accelerator, Batch], None]
 
 
-def entry(recipe_class: type[R]) -> Callable[[Main[R]], Callable[[], None]]:
+def entry(recipe_class: type[RecipeType]) -> Callable[[MainFunction[RecipeType]], Callable[[], None]]:
     """Decorate a train script's main(recipe, accelerator, batch).
 
     The decorated function reads the recipe from the flags, starts the Accelerator, runs the training and
     exits the process.
     """
 
-    def decorate(main: Main[R]) -> Callable[[], None]:
+    def decorate(main: MainFunction[RecipeType]) -> Callable[[], None]:
         def train() -> None:
             now.enter(STARTING)  # the script's imports are complete at this point
             recipe = from_flags(recipe_class).resolved()
@@ -54,26 +55,28 @@ def entry(recipe_class: type[R]) -> Callable[[Main[R]], Callable[[], None]]:
     return decorate
 
 
-def run_process(main: Callable[[], None]) -> NoReturn:
-    """Call main(), and then exit the process. Inside another program, raise SystemExit instead.
+def run_process(run_main: Callable[[], None]) -> NoReturn:
+    """Call run_main(), and then exit the process. Inside another program, raise SystemExit instead.
 
     The exit status is 0 after success, 1 after an error, 130 after Ctrl-C, and 75 after a preemption. User
     errors are printed on one line, and other errors with a traceback.
     """
-    status, owns_process = 0, _is_own_process()
+    exit_status = 0
+    owns_process = _owns_process()
     settle_environment()
     if owns_process:
-        sys.stdout, sys.stderr = _ignoring_write_errors(sys.stdout), _ignoring_write_errors(sys.stderr)
-    handlers = [(signal_number, signal.getsignal(signal_number)) for signal_number in STOP_SIGNALS]
+        sys.stdout = _ignore_write_errors(sys.stdout)
+        sys.stderr = _ignore_write_errors(sys.stderr)
+    previous_handlers = [(signal_number, signal.getsignal(signal_number)) for signal_number in STOP_SIGNALS]
     try:
-        main()
+        run_main()
     except KeyboardInterrupt as error:
-        status = 130
+        exit_status = INTERRUPTED_STATUS
         if is_hosts_first():
             log.warning(": ".join(["interrupted", *map(str, error.args)]))
     except Preempted:
-        status = PREEMPTED_STATUS
-        if first_to_report("preempted"):
+        exit_status = PREEMPTED_STATUS
+        if claim_report("preempted"):
             log.info(
                 f"preempted: the same command continues the training run (exit status {PREEMPTED_STATUS})"
             )
@@ -82,38 +85,39 @@ def run_process(main: Callable[[], None]) -> NoReturn:
             tell_launchers(message_text(error.code))
         raise
     except Exception as error:  # do not re-raise, because the interpreter would run queued downloads at exit
-        status = 1
+        exit_status = 1
         watch.begin_exit()
         watch.report_failure(error)
-        is_mistake = isinstance(error, MISTAKES)
-        message = message_text(error) if is_mistake else f"{type(error).__name__}: {error}"
+        is_user_error = isinstance(error, USER_ERROR_TYPES)
+        message = message_text(error) if is_user_error else f"{type(error).__name__}: {error}"
         tell_torchrun(message)
-        if not is_mistake and (not dist.is_initialized() or first_to_report(repr(error))):
+        if not is_user_error and (not dist.is_initialized() or claim_report(repr(error))):
             traceback.print_exc()
-        elif is_mistake and first_to_report(message):
+        elif is_user_error and claim_report(message):
             log.warning(f"error: {message}")
         # A launcher kills all processes as soon as one exits. The delay gives other ranks time to print their
         # errors, or to read this error from rank 0's store.
         if world_size() > 1:
-            time.sleep(1 if rank() == 0 else 2 if dist.is_initialized() else 5)
+            exit_delay_s = 2 if dist.is_initialized() else 5
+            time.sleep(1 if rank() == 0 else exit_delay_s)
     watch.begin_exit()
-    if dist.is_initialized() and status in (0, PREEMPTED_STATUS):
+    if dist.is_initialized() and exit_status in (0, PREEMPTED_STATUS):
         free_graphs()
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    report_event("exit", status=status)
+    report_event("exit", status=exit_status)
     if not owns_process:
-        for signal_number, handler in handlers:
+        for signal_number, handler in previous_handlers:
             signal.signal(signal_number, handler)
-        sys.exit(status)
+        sys.exit(exit_status)
     run_finalizers()
     # sys.exit() would run thread destructors, in which about one in a hundred gloo processes aborts (pytorch
     # #179291). sys.exit() would also wait for uploads to an unresponsive store.
-    os._exit(status)
+    os._exit(exit_status)
 
 
-def _is_own_process() -> bool:
+def _owns_process() -> bool:
     """Return False if IPython's %run, a debugger, a profiler or `python -i` runs the script."""
     script_command = list(itertools.dropwhile(lambda argument: argument.startswith("-"), sys.orig_argv[1:]))
     return is_launched() or (script_command == sys.argv and not sys.flags.inspect)
@@ -128,7 +132,7 @@ class _ForgivingOutput(io.FileIO):
         return len(encoded)
 
 
-def _ignoring_write_errors(stream: TextIO) -> TextIO:
+def _ignore_write_errors(stream: TextIO) -> TextIO:
     """Return a stream that ignores write errors, for example after `| tee` exits or a disk fills up."""
     assert isinstance(stream, io.TextIOWrapper)
     stream.flush()

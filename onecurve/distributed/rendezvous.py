@@ -25,10 +25,10 @@ from onecurve.system.output import log
 from onecurve.system.processes import interface_problem, interface_to, parents
 from onecurve.system.text import plural
 
-SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+OWN_STORE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
-def name_interface() -> None:
+def choose_gloo_interface() -> None:
     """Set GLOO_SOCKET_IFNAME, if unset, to loopback (one host) or the interface that routes to the master.
 
     Without GLOO_SOCKET_IFNAME, gloo listens at the address to which the host's name resolves. Other machines
@@ -41,15 +41,16 @@ def name_interface() -> None:
     """
     if world_size() == 1 or "MASTER_ADDR" not in os.environ:
         return
-    if problem := interface_problem(os.environ, backend() == "nccl"):
-        raise ValueError(problem)
+    interface_error = interface_problem(os.environ, backend() == "nccl")
+    if interface_error:
+        raise ValueError(interface_error)
     is_one_host = world_size() == processes_per_host()
     with contextlib.suppress(ValueError):
-        name, address = interface_to("127.0.0.1" if is_one_host else os.environ["MASTER_ADDR"])
+        interface_name, own_address = interface_to("127.0.0.1" if is_one_host else os.environ["MASTER_ADDR"])
         # On the master itself, its name may resolve to a loopback address. In this case, the variable stays
         # unset, and gloo chooses an interface.
-        if is_one_host or not address.startswith("127."):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        if is_one_host or not own_address.startswith("127."):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_name)
 
 
 def backend() -> str:
@@ -57,7 +58,7 @@ def backend() -> str:
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
-def join_agents_store(timeout_s: int) -> None:
+def create_group_in_agents_store(timeout_s: int) -> None:
     """Create the process group in the torchrun agent's store, with a key prefix for this attempt.
 
     torch 2.15 keeps the agent's store across restarts, including the addresses of dead processes (pytorch
@@ -67,32 +68,35 @@ def join_agents_store(timeout_s: int) -> None:
     if world_size() == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
     timeout = timedelta(seconds=timeout_s)
-    store, own_rank, processes = next(dist.rendezvous("env://", timeout=timeout))
+    store, own_rank, process_count = next(dist.rendezvous("env://", timeout=timeout))
     if own_rank == 0:
-        attempt_name = _name_attempt(store, processes)
+        attempt_name = _publish_attempt_name(store, process_count)
     else:
-        attempt_name = _learn_attempt(store, own_rank, timeout_s)
+        attempt_name = _receive_attempt_name(store, own_rank, timeout_s)
     store = dist.PrefixStore(attempt_name, store)
-    offloads = is_on("FSDP_OFFLOAD_PARAMS") and backend() == "nccl"  # gloo sums the norms of offloaded shards
-    backends = "cuda:nccl,cpu:gloo" if offloads else backend()
-    dist.init_process_group(backends, store=store, rank=own_rank, world_size=processes, timeout=timeout)
+    # gloo sums the norms of offloaded shards
+    offloads_from_gpu = is_on("FSDP_OFFLOAD_PARAMS") and backend() == "nccl"
+    backends = "cuda:nccl,cpu:gloo" if offloads_from_gpu else backend()
+    dist.init_process_group(backends, store=store, rank=own_rank, world_size=process_count, timeout=timeout)
 
 
-def _name_attempt(store: dist.Store, processes: int) -> str:
+def _publish_attempt_name(store: dist.Store, process_count: int) -> str:
     """Publish a new attempt's name as rank 0, and answer each rank that has read it."""
     attempt_name = uuid.uuid4().hex
     store.set("attempt", attempt_name)
-    for other_rank in range(1, processes):
-        store.set(f"{attempt_name}/heard/{store.get(f'{attempt_name}/{other_rank}').decode()}", "")
+    for other_rank in range(1, process_count):
+        token = store.get(f"{attempt_name}/{other_rank}").decode()
+        store.set(f"{attempt_name}/heard/{token}", "")
     return attempt_name
 
 
-def _learn_attempt(store: dist.Store, own_rank: int, timeout_s: int) -> str:
+def _receive_attempt_name(store: dist.Store, own_rank: int, timeout_s: int) -> str:
     """Return the attempt's name on a rank other than 0, after rank 0 has answered.
 
     Rank 0 does not answer ranks that have read an earlier attempt's name.
     """
-    token, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
+    token = uuid.uuid4().hex
+    deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         attempt_name = store.get("attempt").decode()
         store.set(f"{attempt_name}/{own_rank}", token)
@@ -107,13 +111,15 @@ def _learn_attempt(store: dist.Store, own_rank: int, timeout_s: int) -> str:
     )
 
 
-def check_processes() -> None:
+def check_process_count() -> None:
     """Raise ValueError unless the job has as many processes as launch.py started."""
-    started, processes = int(os.environ.get(PROCESSES_VARIABLE, world_size())), world_size()
-    if processes != started:
+    started_count = int(os.environ.get(PROCESSES_VARIABLE, world_size()))
+    process_count = world_size()
+    if process_count != started_count:
         raise ValueError(
-            f"launch.py started {started} processes for this job, but WORLD_SIZE is {processes} in this"
-            " process. Set --config_file to a file in accelerate_configs/ that starts several processes."
+            f"launch.py started {started_count} processes for this job,"
+            f" but WORLD_SIZE is {process_count} in this process."
+            " Set --config_file to a file in accelerate_configs/ that starts several processes."
         )
 
 
@@ -122,8 +128,8 @@ def hosts() -> int:
 
     Hosts may run different numbers of processes.
     """
-    hosts_text = os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("CROSS_SIZE")
-    return int(hosts_text) if hosts_text else max(1, world_size() // processes_per_host())
+    host_count_text = os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("CROSS_SIZE")
+    return int(host_count_text) if host_count_text else max(1, world_size() // processes_per_host())
 
 
 def most_hosts() -> int:
@@ -133,8 +139,8 @@ def most_hosts() -> int:
     maximum.
     """
     # The first round sets the variable, which stays constant when more hosts join
-    hosts_text = os.environ.get(MOST_HOSTS_VARIABLE)
-    return int(hosts_text) if hosts_text else max(hosts(), int(_torchrun_max_hosts() or 0))
+    max_host_count_text = os.environ.get(MOST_HOSTS_VARIABLE)
+    return int(max_host_count_text) if max_host_count_text else max(hosts(), int(_torchrun_max_hosts() or 0))
 
 
 def most_processes() -> int:
@@ -157,33 +163,35 @@ def elastic_batch(job: Job) -> Batch:
         ValueError: If the hosts can't divide the batch evenly. The error message lists the host counts that
             can train.
     """
-    processes, max_processes = world_size(), most_processes()
-    per_device = job.per_device_batch_size
-    if per_device is None and PER_DEVICE_VARIABLE in os.environ:
-        per_device = int(os.environ[PER_DEVICE_VARIABLE])
-    elif per_device is None and job.batch_size % max_processes == 0:
-        per_device = job.batch_size // max_processes
+    process_count, max_process_count = world_size(), most_processes()
+    per_device_batch_size = job.per_device_batch_size
+    if per_device_batch_size is None and PER_DEVICE_VARIABLE in os.environ:
+        per_device_batch_size = int(os.environ[PER_DEVICE_VARIABLE])
+    elif per_device_batch_size is None and job.batch_size % max_process_count == 0:
+        per_device_batch_size = job.batch_size // max_process_count
     try:
-        batch = share_out(job.batch_size, per_device, processes, job.unit)
-        _report_batch(job, batch.per_device)
+        batch = share_out(job.batch_size, per_device_batch_size, process_count, job.unit)
+        _report_micro_batch_size(job, batch.per_device)
         return batch
     except ValueError as error:
-        _report_batch(job, per_device or 1)
+        _report_micro_batch_size(job, per_device_batch_size or 1)
         if not _torchrun_max_hosts():
             raise
-        usable_counts = usable_processes(job.batch_size, per_device, max_processes, processes_per_host())
-        usable_hosts = [str(process_count // processes_per_host()) for process_count in usable_counts]
-        host_counts = " or ".join(usable_hosts) or "none"
+        usable_process_counts = usable_processes(
+            job.batch_size, per_device_batch_size, max_process_count, processes_per_host()
+        )
+        usable_host_counts = [str(count // processes_per_host()) for count in usable_process_counts]
+        host_counts_text = " or ".join(usable_host_counts) or "none"
         if rank() == 0:
             log.info(
-                f"the batch does not divide among {plural(hosts(), 'host')}. Waiting up to {job.timeout_s} s"
-                f" for a different number of hosts ({host_counts})"
+                f"the batch does not divide among {plural(hosts(), 'host')}."
+                f" Waiting up to {job.timeout_s} s for a different number of hosts ({host_counts_text})"
             )
         time.sleep(job.timeout_s)  # torchrun ends this process as soon as a host joins or leaves
-        raise ValueError(f"{error} (numbers of hosts that can train: {host_counts})") from None
+        raise ValueError(f"{error} (numbers of hosts that can train: {host_counts_text})") from None
 
 
-def _report_batch(job: Job, per_device: int) -> None:
+def _report_micro_batch_size(job: Job, per_device: int) -> None:
     """Report the micro-batch size to launch.py.
 
     The micro-batch size is the same in all rounds of an elastic job, and determines which host counts can
@@ -205,8 +213,8 @@ def replacement_problem() -> str | None:
     if not (is_torchrun and shares_store and (hosts() > 1 or most_hosts() > 1)):
         return None
     return (
-        "no other host can join this job after a host fails. To allow replacement hosts, set"
-        f" {SHARED_STORE}=1 in torchrun's environment on each host."
+        "no other host can join this job after a host fails."
+        f" To allow replacement hosts, set {OWN_STORE_VARIABLE}=1 in torchrun's environment on each host."
     )
 
 
@@ -214,5 +222,7 @@ def _torchrun_max_hosts() -> str | None:
     """Return MAX from torchrun's --nnodes=MIN:MAX in the agent's command line, or None without a maximum."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    match = re.fullmatch(r"\d+:(\d+)", parents()[0].flag("nnodes") or os.environ.get("PET_NNODES", ""))
-    return match[1] if match else None
+    agent_process, *_ = parents()
+    host_range = agent_process.flag("nnodes") or os.environ.get("PET_NNODES", "")
+    range_match = re.fullmatch(r"\d+:(?P<max>\d+)", host_range)
+    return range_match["max"] if range_match else None

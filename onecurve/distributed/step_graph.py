@@ -38,30 +38,32 @@ from onecurve.upstream import torch_
 # cuDNN and creates the optimizer's state. DDP rebuilds its buckets after the first step, and times the first
 # ten steps.
 WARM_UP_STEPS = {"single": 3, "ddp": 11, "fsdp": 3}
-SPARE_MEMORY = 0.5  # minimum free memory for evaluations, as a fraction of the memory reserved by the graphs
+# Minimum free memory for evaluations, as a fraction of the memory reserved by the graphs
+SPARE_MEMORY_FRACTION = 0.5
 # Optimizers that can read learning rates on the device
 CAPTURABLE_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 StepFunction = Callable[[Tensor, Tensor], Tensor]  # (inputs, labels) -> loss, including the optimizer's step
 
 
-def chosen_step_graph(accelerator: JobAccelerator, flag: bool | None) -> bool:
+def chosen_step_graph(accelerator: JobAccelerator, step_graph_flag: bool | None) -> bool:
     """Return True if steps run as CUDA graphs.
 
     Args:
         accelerator: The started Accelerator.
-        flag: Value of --step_graph. None uses graphs on a GPU if possible, and otherwise prints the reason.
+        step_graph_flag: Value of --step_graph. None uses graphs on a GPU if possible, and otherwise prints
+            the reason.
 
     Raises:
         ValueError: If the flag is set, but graphs are not possible.
     """
-    problem = capture_obstacle(accelerator)
-    if flag and problem:
-        raise ValueError(f"--step_graph: {problem}. Remove --step_graph.")
-    is_on = accelerator.device.type == "cuda" if flag is None else flag
-    if is_on and problem:
-        accelerator.print(f"steps run without CUDA graphs: {problem}")
-    return is_on and not problem
+    obstacle = capture_obstacle(accelerator)
+    if step_graph_flag and obstacle:
+        raise ValueError(f"--step_graph: {obstacle}. Remove --step_graph.")
+    is_requested = accelerator.device.type == "cuda" if step_graph_flag is None else step_graph_flag
+    if is_requested and obstacle:
+        accelerator.print(f"steps run without CUDA graphs: {obstacle}")
+    return is_requested and not obstacle
 
 
 def capture_obstacle(accelerator: JobAccelerator) -> str:
@@ -91,8 +93,9 @@ def keep_segments_out_of_nccl() -> None:
 
     Call this function before the process group is created.
     """
-    settings = [os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")]
-    if any("expandable_segments:True" in setting for setting in settings):
+    allocator_variables = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    allocator_settings = [os.environ.get(variable, "") for variable in allocator_variables]
+    if any("expandable_segments:True" in setting for setting in allocator_settings):
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
@@ -107,14 +110,18 @@ def step_graph(
     unchanged.
     """
     torch_optimizer = optimizer.optimizer
-    if accelerator.step_graph and not _reads_on_device(accelerator, torch_optimizer):
-        name = type(torch_optimizer).__name__
-        accelerator.print(f"steps run without CUDA graphs: {name} may read its settings on the host")
+    if accelerator.step_graph and not _reads_rates_on_device(accelerator, torch_optimizer):
+        class_name = type(torch_optimizer).__name__
+        accelerator.print(f"steps run without CUDA graphs: {class_name} may read its settings on the host")
         accelerator.step_graph = False
-    return lambda step: StepGraph(accelerator, optimizer, step) if accelerator.step_graph else step
+
+    def decorate(step: StepFunction) -> StepFunction:
+        return StepGraph(accelerator, optimizer, step) if accelerator.step_graph else step
+
+    return decorate
 
 
-def _reads_on_device(accelerator: JobAccelerator, optimizer: torch.optim.Optimizer) -> bool:
+def _reads_rates_on_device(accelerator: JobAccelerator, optimizer: torch.optim.Optimizer) -> bool:
     is_fused = accelerator.device.type == "cpu" or all(group.get("fused") for group in optimizer.param_groups)
     # PyTorch's SGD is never fused under FSDP2
     is_sharded_sgd = type(optimizer) is torch.optim.SGD and strategy(accelerator) == "fsdp"
@@ -136,9 +143,9 @@ def make_capturable(optimizer: torch.optim.Optimizer) -> None:
             group["capturable"] = True
             for parameter in group["params"]:
                 parameter_state = optimizer.state.get(parameter, {})
-                for name, value in list(parameter_state.items()):
-                    if isinstance(value, Tensor) and not value.ndim:
-                        parameter_state[name] = value.to(parameter.device)
+                for state_name, state_value in list(parameter_state.items()):
+                    if isinstance(state_value, Tensor) and not state_value.ndim:
+                        parameter_state[state_name] = state_value.to(parameter.device)
 
 
 @contextmanager
@@ -148,14 +155,14 @@ def on_step_stream(accelerator: JobAccelerator) -> Iterator[None]:
     Autograd and DDP use the stream on which a gradient's accumulator was created. Therefore, the model must
     also be wrapped on the capture stream (Megatron-LM #6021).
     """
-    stream = accelerator.step_stream
-    if stream is None:
+    step_stream = accelerator.step_stream
+    if step_stream is None:
         yield
         return
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    step_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(step_stream):
         yield
-    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.current_stream().wait_stream(step_stream)
 
 
 def free_graphs() -> None:
@@ -163,33 +170,33 @@ def free_graphs() -> None:
 
     See pytorch #115388.
     """
-    for graph in list(_live_step_graphs):
-        graph.free()
+    for live_graph in list(_live_step_graphs):
+        live_graph.free_shape_graphs()
 
 
 _live_step_graphs: "WeakSet[StepGraph]" = WeakSet()
 
 
 @dataclass
-class GraphPart:
+class MicroBatchGraph:
     """One of a step's graphs, and the loss that it computes."""
 
-    replay: Callable[[], None] | None = None
-    loss: Tensor | None = None
+    replay_graph: Callable[[], None] | None = None  # None before the capture
+    loss: Tensor | None = None  # tensor that each replay overwrites
 
 
 @dataclass
-class CapturedShape:
+class ShapeGraphs:
     """Graphs for one input shape, and their input tensors.
 
-    `parts` contains the graphs of the first, middle and last micro-batch. A step with fewer than three
+    `graphs` contains the graphs of the first, middle and last micro-batch. A step with fewer than three
     micro-batches has fewer graphs. The list is empty before the capture.
     """
 
     inputs: Tensor
     labels: Tensor
-    steps: int = 0
-    parts: list[GraphPart] = field(default_factory=list)
+    step_count: int = 0  # number of steps since the input shape last changed
+    graphs: list[MicroBatchGraph] = field(default_factory=list)
 
 
 class StepGraph:
@@ -200,22 +207,25 @@ class StepGraph:
     """
 
     def __init__(self, accelerator: JobAccelerator, optimizer: AcceleratedOptimizer, step: StepFunction):
-        self.accelerator, self.step, self.groups = accelerator, step, optimizer.param_groups
+        self.accelerator, self.eager_step = accelerator, step
+        self.parameter_groups = optimizer.param_groups
         self.on_gpu = accelerator.device.type == "cuda"
         # On a GPU, fused optimizers require fp32 learning rates. On a CPU, float64 is as precise as a Python
         # float.
-        dtype = torch.float32 if self.on_gpu else torch.float64
-        self.device_rates = [torch.zeros((), dtype=dtype, device=accelerator.device) for _ in self.groups]
+        rate_dtype = torch.float32 if self.on_gpu else torch.float64
+        self.device_rates = [
+            torch.zeros((), dtype=rate_dtype, device=accelerator.device) for _ in self.parameter_groups
+        ]
         if self.on_gpu:
             make_capturable(optimizer.optimizer)
-        self.micro_batches = accelerator.gradient_accumulation_steps
+        self.micro_batch_count = accelerator.gradient_accumulation_steps
         self.warm_up_steps = WARM_UP_STEPS[strategy(accelerator)]
         # Current input shape; with --train_sizes, each size is used once
-        self.shape: CapturedShape | None = None
+        self.shape_graphs: ShapeGraphs | None = None
         self.replay_count = 0
         self.poll = Poll(watch.timeout_s)
-        self.model = cast("Any", accelerator.prepared)
-        self.has_gathered = False  # True if FSDP2's modules may contain gathered parameters
+        self.model = cast("Any", accelerator.prepared_model)
+        self.has_gathered_parameters = False  # True if FSDP2's modules may contain gathered parameters
         if strategy(accelerator) == "fsdp":
             self.model.register_forward_hook(self._record_forward)
         elif isinstance(self.model, nn.parallel.DistributedDataParallel):
@@ -224,102 +234,108 @@ class StepGraph:
 
     def __call__(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """Run the step and return the micro-batch's loss, which is valid until the next call."""
-        micro_batch = self.accelerator.step % self.micro_batches
-        if self.accelerator.step_graph and micro_batch == 0:
+        micro_batch_index = self.accelerator.step % self.micro_batch_count
+        if self.accelerator.step_graph and micro_batch_index == 0:
             self._begin_step(inputs, labels)
         if not self.accelerator.step_graph:
             with on_step_stream(self.accelerator):
-                return self.step(inputs, labels)
-        assert self.shape
-        self.shape.inputs.copy_(inputs)
-        self.shape.labels.copy_(labels)
-        for rate, group in zip(self.device_rates, self.groups, strict=True):
-            rate.fill_(group["lr"])
-        if self.shape.parts:
-            is_last = micro_batch == self.micro_batches - 1
-            part = self.shape.parts[-1 if is_last else min(micro_batch, 1)]
-            self._replay(part)
+                return self.eager_step(inputs, labels)
+        assert self.shape_graphs
+        self.shape_graphs.inputs.copy_(inputs)
+        self.shape_graphs.labels.copy_(labels)
+        for device_rate, group in zip(self.device_rates, self.parameter_groups, strict=True):
+            device_rate.fill_(group["lr"])
+        if self.shape_graphs.graphs:
+            is_last = micro_batch_index == self.micro_batch_count - 1
+            micro_batch_graph = self.shape_graphs.graphs[-1 if is_last else min(micro_batch_index, 1)]
+            self._replay(micro_batch_graph)
         else:
-            part = GraphPart()
+            micro_batch_graph = MicroBatchGraph()
             with spending(GRAPH_WARM_UP), on_step_stream(self.accelerator):
-                self._run_step(self.shape, part)
-        assert part.loss is not None
-        return part.loss
+                self._run_step(self.shape_graphs, micro_batch_graph)
+        assert micro_batch_graph.loss is not None
+        return micro_batch_graph.loss
 
-    def free(self) -> None:
+    def free_shape_graphs(self) -> None:
         """Free the graphs and their memory."""
-        self.shape = None
+        self.shape_graphs = None
 
     def _begin_step(self, inputs: Tensor, labels: Tensor) -> None:
         """Create the buffers for a new input shape. After the warm-up, capture the step."""
-        if self.shape is None or self.shape.inputs.shape != inputs.shape:
-            self.free()  # free the memory used by the previous shape's graphs
-            self.shape = CapturedShape(torch.empty_like(inputs), torch.empty_like(labels))
-        self.shape.steps += 1
-        if self.shape.steps > self.warm_up_steps and not self.shape.parts:
+        if self.shape_graphs is None or self.shape_graphs.inputs.shape != inputs.shape:
+            self.free_shape_graphs()  # free the memory used by the previous shape's graphs
+            self.shape_graphs = ShapeGraphs(torch.empty_like(inputs), torch.empty_like(labels))
+        self.shape_graphs.step_count += 1
+        if self.shape_graphs.step_count > self.warm_up_steps and not self.shape_graphs.graphs:
             with spending(GRAPH_CAPTURE):
-                self._capture_step(self.shape)
+                self._capture_step(self.shape_graphs)
 
-    def _run_step(self, shape: CapturedShape, part: GraphPart) -> None:
+    def _run_step(self, shape_graphs: ShapeGraphs, micro_batch_graph: MicroBatchGraph) -> None:
         """Call the original step with learning rates on the device.
 
         The loss is detached, because its autograd graph would otherwise still exist during the capture.
         """
-        learning_rates = [group["lr"] for group in self.groups]
-        for group, device_rate in zip(self.groups, self.device_rates, strict=True):
+        learning_rates = [group["lr"] for group in self.parameter_groups]
+        for group, device_rate in zip(self.parameter_groups, self.device_rates, strict=True):
             if self.on_gpu or not group.get("foreach"):  # foreach optimizers on a CPU do not accept a tensor
                 group["lr"] = device_rate
         try:
-            part.loss = self.step(shape.inputs, shape.labels).detach()
+            micro_batch_graph.loss = self.eager_step(shape_graphs.inputs, shape_graphs.labels).detach()
         finally:
-            for group, learning_rate in zip(self.groups, learning_rates, strict=True):
+            for group, learning_rate in zip(self.parameter_groups, learning_rates, strict=True):
                 group["lr"] = learning_rate
 
-    def _replay(self, part: GraphPart) -> None:
+    def _replay(self, micro_batch_graph: MicroBatchGraph) -> None:
         """Replay a graph, and make Accelerate count the replay as one micro-batch.
 
         The watch detects hanging replays.
         """
         self._reshard()
         self.replay_count += 1
-        step = self.accelerator.step
-        pending = now.replay if now.replay and not now.replay.is_done() else None
-        now.replay = replay = pending or Replay(self.replay_count)
+        accelerator_step = self.accelerator.step
+        pending_replay = now.replay if now.replay and not now.replay.is_done() else None
+        replay = pending_replay or Replay(self.replay_count)
+        now.replay = replay
         replay.launched = self.replay_count
-        assert part.replay
-        part.replay()
-        if not pending:
+        assert micro_batch_graph.replay_graph
+        micro_batch_graph.replay_graph()
+        if not pending_replay:
             replay.ended = _queued_work_query() if self.on_gpu else lambda: True
-        self.accelerator.step = step + 1
+        self.accelerator.step = accelerator_step + 1
 
-    def _capture_step(self, shape: CapturedShape) -> None:
+    def _capture_step(self, shape_graphs: ShapeGraphs) -> None:
         """Capture the step's graphs. If the capture fails on any rank, disable graphs on all ranks.
 
         This method is collective.
         """
-        step, exact_sum = self.accelerator.step, self.accelerator.exact_sum
-        parts, problem, memory_pool = [], "", torch.cuda.graph_pool_handle() if self.on_gpu else None
+        accelerator_step, exact_sum = self.accelerator.step, self.accelerator.exact_sum
+        graphs: list[MicroBatchGraph] = []
+        capture_error = ""
+        memory_pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
+        last_index = self.micro_batch_count - 1
         self._reshard()
-        with exact_sum.uncounted() if exact_sum else nullcontext():
+        with exact_sum.restoring_counters() if exact_sum else nullcontext():
             try:
-                bytes_before = _reserved_bytes() if self.on_gpu else 0
-                for micro_batch in sorted({0, min(1, self.micro_batches - 1), self.micro_batches - 1}):
-                    self.accelerator.step = step + micro_batch
-                    parts.append(part := GraphPart())
-                    part.replay = self.capture(partial(self._run_step, shape, part), memory_pool)
+                reserved_bytes_before = _reserved_bytes_without_cache() if self.on_gpu else 0
+                for micro_batch_index in sorted({0, min(1, last_index), last_index}):
+                    self.accelerator.step = accelerator_step + micro_batch_index
+                    micro_batch_graph = MicroBatchGraph()
+                    graphs.append(micro_batch_graph)
+                    run_step = partial(self._run_step, shape_graphs, micro_batch_graph)
+                    micro_batch_graph.replay_graph = self.capture(run_step, memory_pool)
                 if self.on_gpu:
-                    _check_memory(bytes_before)
+                    _check_memory_for_evaluations(reserved_bytes_before)
             except Exception as error:
-                problem = _capture_failure(error)
-        self.accelerator.step = step
-        problems = self.poll.gather(problem)
-        if any(problems):
-            parts.clear()
-            self._continue_without_graphs(problems)
-        shape.parts = parts
+                capture_error = _capture_error_text(error)
+        self.accelerator.step = accelerator_step
+        error_by_rank = self.poll.gather(capture_error)
+        if any(error_by_rank):
+            graphs.clear()
+            self._continue_without_graphs(error_by_rank)
+        shape_graphs.graphs = graphs
 
     def capture(self, run_step: Callable[[], None], memory_pool: Any) -> Callable[[], None]:
-        """Record the kernels that run() launches, without executing them.
+        """Record the kernels that run_step() launches, without executing them.
 
         If the capture fails, this method restores the process's state and raises the error. torch alone would
         leave the stream, the random generator and the allocator in capture mode (pytorch #180395, #190348).
@@ -329,42 +345,42 @@ class StepGraph:
         """
         if not self.on_gpu:
             return run_step
-        graph = torch.cuda.CUDAGraph()
-        device, stream = torch.cuda.current_device(), torch.cuda.current_stream()
-        generator = torch.cuda.default_generators[device]
+        cuda_graph = torch.cuda.CUDAGraph()
+        device_index, current_stream = torch.cuda.current_device(), torch.cuda.current_stream()
+        generator = torch.cuda.default_generators[device_index]
         generator_state = generator.clone_state()
         try:
             # "thread_local" allows CUDA calls during the capture by threads that write checkpoints or measure
             # usage.
-            stream_of_steps = self.accelerator.step_stream
-            with torch.cuda.graph(graph, memory_pool, stream_of_steps, capture_error_mode="thread_local"):
+            step_stream = self.accelerator.step_stream
+            with torch.cuda.graph(cuda_graph, memory_pool, step_stream, capture_error_mode="thread_local"):
                 run_step()
         except BaseException:
-            torch.cuda.set_stream(stream)
+            torch.cuda.set_stream(current_stream)
             generator.graphsafe_set_state(generator_state)
-            torch_.leave_pool(device, memory_pool)
+            torch_.leave_pool(device_index, memory_pool)
             raise
-        return graph.replay
+        return cuda_graph.replay
 
-    def _continue_without_graphs(self, problems: list[str]) -> None:
+    def _continue_without_graphs(self, error_by_rank: list[str]) -> None:
         """Disable graphs, and discard the captured gradients, which were never computed.
 
         This method is collective.
 
         Args:
-            problems: Each rank's error message, or "" if the capture succeeded on the rank.
+            error_by_rank: Each rank's error message, or "" if the capture succeeded on the rank.
         """
         self.accelerator.step_graph = False
-        self.free()
+        self.free_shape_graphs()
         gc.collect()
-        for group in self.groups:
+        for group in self.parameter_groups:
             for parameter in group["params"]:
                 parameter.grad = None
-        rank = next(rank for rank, problem in enumerate(problems) if problem)
-        location = f" on rank {rank}" * (len(problems) > 1)
+        failed_rank = next(rank for rank, error_text in enumerate(error_by_rank) if error_text)
+        location = f" on rank {failed_rank}" if len(error_by_rank) > 1 else ""
         self.accelerator.print(
-            f"the step can't be captured as a CUDA graph{location} ({problems[rank]}). Training continues"
-            " without CUDA graphs."
+            f"the step can't be captured as a CUDA graph{location} ({error_by_rank[failed_rank]})."
+            " Training continues without CUDA graphs."
         )
         if isinstance(self.model, nn.parallel.DistributedDataParallel):
             torch_.reset_reducer(self.model)
@@ -373,7 +389,7 @@ class StepGraph:
 
     def _record_forward(self, *_) -> None:
         """Record that a forward pass outside a graph may have gathered parameters."""
-        self.has_gathered = True
+        self.has_gathered_parameters = True
 
     def _reshard(self) -> None:
         """Reshard FSDP2 parameters that are still gathered after a forward pass without a backward pass.
@@ -381,11 +397,11 @@ class StepGraph:
         Without this call, a capture after an evaluation would not record the all-gather of these parameters,
         and the next evaluation would use outdated parameters.
         """
-        if self.has_gathered:
+        if self.has_gathered_parameters:
             for module in self.model.modules():
                 if hasattr(module, "reshard"):
                     module.reshard()
-            self.has_gathered = False
+            self.has_gathered_parameters = False
 
 
 def _reset_shards(model: Any) -> None:
@@ -402,7 +418,7 @@ def _reset_shards(model: Any) -> None:
     torch_.reset_shards(model)
 
 
-def _capture_failure(error: Exception) -> str:
+def _capture_error_text(error: Exception) -> str:
     """Return the first line of the error that caused a capture to fail."""
     cause = error.__context__ or error  # torch's error about an invalid capture hides the cause
     return str(cause).partition("\n")[0] or type(cause).__name__
@@ -415,16 +431,17 @@ def _queued_work_query() -> Callable[[], bool]:
     return event.query
 
 
-def _reserved_bytes() -> int:
+def _reserved_bytes_without_cache() -> int:
     """Empty the allocator's cache, and return the reserved device memory in bytes."""
     torch.cuda.empty_cache()  # a capture also empties the cache
     return torch.cuda.memory_reserved()
 
 
-def _check_memory(bytes_before: int) -> None:
-    """Raise MemoryError if the memory reserved since `before` leaves too little for evaluations."""
-    graph_bytes = torch.cuda.memory_reserved() - bytes_before
-    if torch.cuda.mem_get_info()[0] < SPARE_MEMORY * graph_bytes:
+def _check_memory_for_evaluations(reserved_bytes_before: int) -> None:
+    """Raise MemoryError if the graphs' memory leaves too little for evaluations."""
+    graph_bytes = torch.cuda.memory_reserved() - reserved_bytes_before
+    free_bytes, _ = torch.cuda.mem_get_info()
+    if free_bytes < SPARE_MEMORY_FRACTION * graph_bytes:
         raise MemoryError(
             f"CUDA graphs use {graph_bytes / 2**30:.1f} GiB and leave too little GPU memory for evaluations"
         )

@@ -22,19 +22,18 @@ def strategy(accelerator: Accelerator) -> str:
     """Return the strategy's name: single, ddp, fsdp, zero1, zero2 or zero3."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return f"zero{accelerator.state.deepspeed_plugin.zero_stage}"
-    return {DistributedType.NO: "single", DistributedType.FSDP: "fsdp"}.get(
-        accelerator.distributed_type, "ddp"
-    )
+    name_by_type = {DistributedType.NO: "single", DistributedType.FSDP: "fsdp"}
+    return name_by_type.get(accelerator.distributed_type, "ddp")
 
 
 def sharding(accelerator: Accelerator) -> dict[str, Any]:
     """Return FSDP2's or ZeRO's sharding settings by config key, or {} if nothing is sharded."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         zero_section = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
-        scalar_settings = {name: value for name, value in zero_section.items() if not isinstance(value, dict)}
+        scalar_settings = {key: value for key, value in zero_section.items() if not isinstance(value, dict)}
         offload_sections = ("offload_optimizer", "offload_param")
-        devices = {name: zero_section.get(name, {}).get("device", "none") for name in offload_sections}
-        return scalar_settings | devices
+        device_by_section = {key: zero_section.get(key, {}).get("device", "none") for key in offload_sections}
+        return scalar_settings | device_by_section
     if accelerator.distributed_type != DistributedType.FSDP:
         return {}
     from torch.distributed.fsdp import CPUOffloadPolicy
@@ -55,9 +54,8 @@ def precision(accelerator: Accelerator) -> str:
 
 def device_name(accelerator: Accelerator) -> str:
     """Return the GPU's name, or the CPU's architecture."""
-    return (
-        torch.cuda.get_device_name() if accelerator.device.type == "cuda" else f"CPU ({platform.machine()})"
-    )
+    is_gpu = accelerator.device.type == "cuda"
+    return torch.cuda.get_device_name() if is_gpu else f"CPU ({platform.machine()})"
 
 
 def versions(accelerator: Accelerator | None = None) -> dict[str, str]:
@@ -67,15 +65,15 @@ def versions(accelerator: Accelerator | None = None) -> dict[str, str]:
         accelerator: The Accelerator of a wrapped model, or None. If the model uses the attention kernel in
             onecurve.models.attention_kernels, the result includes this kernel's version.
     """
-    installed = {"python": platform.python_version()}
-    for name in ("torch", "accelerate", "deepspeed", "timm", "numpy"):
+    version_by_package = {"python": platform.python_version()}
+    for package in ("torch", "accelerate", "deepspeed", "timm", "numpy"):
         with contextlib.suppress(PackageNotFoundError):  # DeepSpeed may not be installed
-            installed[name] = version(name)
+            version_by_package[package] = version(package)
     if accelerator and accelerator.short_attention:
         from onecurve.models.attention import kernel_version
 
-        installed["short_attention"] = kernel_version()
-    return installed
+        version_by_package["short_attention"] = kernel_version()
+    return version_by_package
 
 
 def refuse_missing_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -89,14 +87,16 @@ def refuse_missing_gradients(model: nn.Module, optimizer: torch.optim.Optimizer)
     def check_gradients(stepping_optimizer: torch.optim.Optimizer, *_) -> None:
         if stepping_optimizer is not optimizer:  # the trial steps copies of the optimizer before training
             return
-        hook.remove()
-        trained_parameters = [
-            (name, weight) for name, weight in model.named_parameters() if weight.requires_grad
+        hook_handle.remove()
+        missing_names = [
+            name
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and parameter.grad is None
         ]
-        if missing := [name for name, parameter in trained_parameters if parameter.grad is None]:
-            raise ValueError(without_gradient(missing))
+        if missing_names:
+            raise ValueError(missing_gradient_message(missing_names))
 
-    hook = optimizer.register_step_pre_hook(check_gradients)
+    hook_handle = optimizer.register_step_pre_hook(check_gradients)
 
 
 def refuse_skipped_steps(zero_optimizer: Any) -> None:
@@ -122,14 +122,14 @@ def keep_strides(model: nn.Module) -> None:
     """
 
     def record_strides(module: nn.Module, args: Any, kwargs: Any) -> None:
-        strides[module] = []
-        recursively_apply(lambda tensor: strides[module].append(tensor.stride()), (args, kwargs))
+        strides_by_module[module] = []
+        recursively_apply(lambda tensor: strides_by_module[module].append(tensor.stride()), (args, kwargs))
 
     def restore_strides(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        recorded_strides = iter(strides.pop(module))
+        recorded_strides = iter(strides_by_module.pop(module))
         return recursively_apply(lambda tensor: _with_strides(tensor, next(recorded_strides)), (args, kwargs))
 
-    strides: dict[nn.Module, list[tuple[int, ...]]] = {}
+    strides_by_module: dict[nn.Module, list[tuple[int, ...]]] = {}
     for module in model.modules():
         if hasattr(module, "unshard"):
             module.register_forward_pre_hook(record_strides, prepend=True, with_kwargs=True)
@@ -155,15 +155,18 @@ class _StridedView(torch.autograd.Function):
         return gradient, None
 
 
-def unused_parameters(error: BaseException | None, parameters: list[str]) -> list[str]:
+def unused_parameters(error: BaseException | None, parameter_names: list[str]) -> list[str]:
     """Return the parameters that DDP would list in a later step's error about missing gradients."""
-    match = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
-    return [parameters[int(index)] for index in match[1].split()] if match else []
+    indices_pattern = r"Parameter indices which did not receive grad for rank \d+: (?P<indices>[\d ]+)"
+    error_match = re.search(indices_pattern, str(error))
+    unused_indices = error_match["indices"].split() if error_match else []
+    return [parameter_names[int(parameter_index)] for parameter_index in unused_indices]
 
 
-def without_gradient(names: list[str]) -> str:
+def missing_gradient_message(parameter_names: list[str]) -> str:
     """Return the error message about trained parameters without a gradient."""
     return (
-        f"DDP needs a gradient for every trained parameter in each step, but {', '.join(names)} received"
-        " none. Set requires_grad to False for unused parameters, or train with FSDP2 or ZeRO."
+        "DDP needs a gradient for every trained parameter in each step,"
+        f" but {', '.join(parameter_names)} received none."
+        " Set requires_grad to False for unused parameters, or train with FSDP2 or ZeRO."
     )

@@ -11,7 +11,7 @@ from accelerate.utils import broadcast_object_list
 
 from onecurve.checkpoint.format import steps_in
 from onecurve.distributed.channel import let_main_close_first
-from onecurve.distributed.strategy import device_name, unused_parameters, without_gradient
+from onecurve.distributed.strategy import device_name, missing_gradient_message, unused_parameters
 from onecurve.distributed.watch import watch
 from onecurve.flags.recipe import Batch, Recipe
 from onecurve.run.folder import ANY_FOLDER_NAME, candidate_folders
@@ -151,7 +151,7 @@ def explained_error(
     if session:
         parameter_names = [*session.saver.training.layout.parameters]
         if unused_names := unused_parameters(error, parameter_names):
-            return ValueError(without_gradient(unused_names))
+            return ValueError(missing_gradient_message(unused_names))
     if session and session.main_record and isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
         return not_written("the run", session.main_record.folder, error)  # The script could not write a file
     return error

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from onecurve.checkpoint.optimizer_trial import try_out
-from onecurve.distributed.layout import Layout, _Zero
+from onecurve.distributed.layout import Layout, _ZeroLayout
 from tests.conftest import STRATEGIES, Job, latest, mutate, python, rows_of, run, tensors
 from tests.support.optimizers import CASES
 from train_vit import Vit, build_model, build_optimizer, learning_rate
@@ -188,7 +188,7 @@ def test_vits_schedules():
 class Flat(Layout):
     """Layout in which the optimizer updates flat partitions, as with ZeRO."""
 
-    parts, is_flat, arrangements = "flat partitions", True, _Zero.arrangements
+    parts, is_flat, arrangements = "flat partitions", True, _ZeroLayout.arrangements
 
 
 @pytest.mark.parametrize(

@@ -194,11 +194,16 @@ def test_ranks_wait_for_the_process_that_prepares_data(project_copy):
 def test_a_channel_answers_like_a_single_process_once_its_host_is_gone():
     host = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     channel, peer = (Channel(dist.TCPStore("127.0.0.1", host.port)) for _ in range(2))
-    assert (channel.read("a"), channel.first("a", 1), channel.count("n", 1)) == (None, 1, 1)
+    assert (channel.read("a"), channel.store_if_unset("a", 1), channel.add_to_counter("n", 1)) == (None, 1, 1)
     assert channel.store_error is None
-    assert (peer.read("a"), peer.first("a", 2), peer.count("n", 1)) == (1, 1, 2)
+    assert (peer.read("a"), peer.store_if_unset("a", 2), peer.add_to_counter("n", 1)) == (1, 1, 2)
     del host
-    assert (peer.count("n", 1), peer.read("a"), peer.first("a", 2), not peer.store_error) == (
+    assert (
+        peer.add_to_counter("n", 1),
+        peer.read("a"),
+        peer.store_if_unset("a", 2),
+        not peer.store_error,
+    ) == (
         1,
         None,
         2,

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from onecurve.distributed.channel import Channel
-from onecurve.distributed.devices import check_devices, check_own_gpu
+from onecurve.distributed.devices import check_devices, refuse_shared_gpu
 from onecurve.distributed.launch_config import check_launch_config
 from onecurve.system import gpus
 from onecurve.system.env import LOCAL_NUMBER_VARIABLE, is_hosts_first, local_rank
@@ -154,7 +154,7 @@ def test_two_processes_on_one_gpu_are_refused():
 
     def check(number: int, gpu: str) -> None:
         try:
-            check_own_gpu(Channel(store), number, 3, gpu)
+            refuse_shared_gpu(Channel(store), number, 3, gpu)
         except ValueError as error:
             errors[number] = str(error)
 
@@ -218,4 +218,4 @@ def test_zero_without_deepspeed(flag, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     env = {"ACCELERATE_USE_DEEPSPEED": "false" if flag else "true"}
     with pytest.raises(ValueError, match="ZeRO needs DeepSpeed, which is not installed"):
-        check_launch_config(env, 2, deepspeed_config=flag)
+        check_launch_config(env, 2, deepspeed_config_file=flag)

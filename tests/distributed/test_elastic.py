@@ -133,13 +133,13 @@ def test_each_attempt_gets_a_new_name_in_a_used_store():
 
         def learn(rank: int) -> None:
             client = dist.TCPStore("127.0.0.1", store.port, None, False, timedelta(seconds=10))
-            names[rank] = rendezvous._learn_attempt(client, rank, 10)
+            names[rank] = rendezvous._receive_attempt_name(client, rank, 10)
 
         threads = [threading.Thread(target=learn, args=(rank,)) for rank in (1, 2)]
         threads[0].start()  # This rank starts before rank 0 and reads the old attempt's name
         threads[0].join(0.3)
         threads[1].start()
-        names[0] = rendezvous._name_attempt(store, 3)
+        names[0] = rendezvous._publish_attempt_name(store, 3)
         for thread in threads:
             thread.join()
         return names

@@ -118,8 +118,13 @@ def test_each_layer_moves_by_its_learning_rate(uninterrupted, weights):
 MUTANTS = {
     "one rate for all layers": ("layers", "fsdp", "train_vit.py", 'group.get("lr_scale", 1.0)', "1.0"),
     "frozen layers that are not restored": (
-        *("frozen", "zero3", "onecurve/distributed/layout.py", "            own_piece.copy_(whole(name)"),
-        "            own_piece.copy_((0 if name in self.frozen else 1) * whole(name)",
+        *(
+            "frozen",
+            "zero3",
+            "onecurve/distributed/layout.py",
+            "            own_piece.copy_(whole_piece",
+        ),
+        "            own_piece.copy_((0 if name in self.frozen_parameters else 1) * whole_piece",
     ),
 }
 

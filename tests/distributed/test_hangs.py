@@ -126,7 +126,7 @@ HANG = f"""def hang() -> None:
     time.sleep(1000)
 
 
-{(SHAPE := "@dataclass" + chr(10) + "class CapturedShape:")}"""
+{(SHAPE := "@dataclass" + chr(10) + "class ShapeGraphs:")}"""
 
 
 @pytest.mark.parametrize(

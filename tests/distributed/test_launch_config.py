@@ -226,7 +226,7 @@ def test_deepspeed_json(changes, message, source, env, tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(config))
     variables = {"LOCAL_RANK": "0"} if source == "flag" else launched(by_json(str(file)), tmp_path)
-    flags = {"deepspeed_config": str(file)} if source == "flag" else {}
+    flags = {"deepspeed_config_file": str(file)} if source == "flag" else {}
     if message:
         assert_refused(f"^{re.escape(str(file))} .*{message}", variables, **flags)
     else:
@@ -244,12 +244,12 @@ def test_deepspeed_json(changes, message, source, env, tmp_path):
 def test_an_invalid_deepspeed_json(content, message, tmp_path):
     file = tmp_path / "ds.json"
     file.write_bytes(content)
-    assert_refused(message, {"LOCAL_RANK": "0"}, deepspeed_config=str(file))
+    assert_refused(message, {"LOCAL_RANK": "0"}, deepspeed_config_file=str(file))
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda file: file.stem)
 def test_the_projects_jsons_are_honoured(file):
-    config = check({"LOCAL_RANK": "0"}, deepspeed_config=str(file), precision="fp16")
+    config = check({"LOCAL_RANK": "0"}, deepspeed_config_file=str(file), precision="fp16")
     assert launch_config.enabled_precision(config) is None
 
 
@@ -266,13 +266,13 @@ OPEN = {  # Settings in Accelerate's templates
 def test_auto_settings_of_a_json_are_replaced(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(OPEN))
-    config = check({"LOCAL_RANK": "0"}, deepspeed_config=str(file))
-    remarks = launch_config.settle_auto(config)
+    config = check({"LOCAL_RANK": "0"}, deepspeed_config_file=str(file))
+    remarks = launch_config.replace_auto_values(config)
     assert config == {"zero_optimization": {"stage": 3, "overlap_comm": True, **HIDDEN_SIZE}}
     assert remarks[0].startswith("using the script's optimizer and scheduler, because the DeepSpeed config")
     assert "reduce_bucket_size 20000000, " in remarks[1]
     assert "model_save by default, as in ds_configs/zero3.json, because" in remarks[1]
-    assert launch_config.settle_auto(config) == []
+    assert launch_config.replace_auto_values(config) == []
 
 
 @pytest.mark.full
@@ -288,14 +288,14 @@ def test_a_json_with_auto_settings_trains(launcher, tmp_path, cache):
 def test_the_precision_of_a_json(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}))
-    config = check({"LOCAL_RANK": "0"}, deepspeed_config=str(file))
+    config = check({"LOCAL_RANK": "0"}, deepspeed_config_file=str(file))
     assert launch_config.enabled_precision(config) == "bf16"
     assert launch_config.enabled_precision(config | {"bf16": {"enabled": False}}) == "no"
     off_but_fp16 = {"bf16": {"enabled": False}, "fp16": {"enabled": True}}
     assert launch_config.enabled_precision(config | off_but_fp16) == "fp16"
     assert launch_config.enabled_precision({"fp16": {"enabled": False}}) is None
     with pytest.raises(ValueError, match=r"bf16.enabled to true, but --mixed_precision is no. Set bf16"):
-        check({"LOCAL_RANK": "0"}, deepspeed_config=str(file), precision="no")
+        check({"LOCAL_RANK": "0"}, deepspeed_config_file=str(file), precision="no")
 
 
 def test_the_table_contains_every_variable_of_the_launcher():
@@ -344,11 +344,11 @@ def test_answers_without_a_meaning_are_changed_and_reported(env):
     env.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
     env.setenv("FSDP_OFFLOAD_PARAMS", "true")
     env.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
-    (remark,) = launch_config.disable_meaningless(rehearsal=False)
+    (remark,) = launch_config.disable_ineffective_answers(is_rehearsal=False)
     assert remark.startswith("fsdp_cpu_ram_efficient_loading is ignored because this key affects only models")
-    (remark,) = launch_config.disable_meaningless(rehearsal=True)
+    (remark,) = launch_config.disable_ineffective_answers(is_rehearsal=True)
     assert remark.startswith("fsdp_offload_params is ignored because the parameters are already on the CPU")
-    assert launch_config.disable_meaningless(rehearsal=True) == []
+    assert launch_config.disable_ineffective_answers(is_rehearsal=True) == []
     assert "FSDP_TRANSFORMER_CLS_TO_WRAP" not in os.environ  # An empty class name would match no class
 
 

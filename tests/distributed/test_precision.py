@@ -50,8 +50,8 @@ def spied(tmp_path_factory) -> Path:
     """Copy the project and add a hook that records the data types used in training steps."""
     project = copy_project(tmp_path_factory.mktemp("spied") / "project")
     shutil.copy(ROOT / "tests" / "support" / "precision_spy.py", project)
-    watch = "    __import__('precision_spy').watch(accelerator, prepared)\n"
-    line = "    prepared.train()\n"
+    watch = "    __import__('precision_spy').watch(accelerator, prepared_model)\n"
+    line = "    prepared_model.train()\n"
     mutate(project, "onecurve/distributed/accelerator.py", line, line + watch)
     return project
 

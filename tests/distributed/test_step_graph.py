@@ -55,7 +55,7 @@ DEFAULTS = dict(
     ddp_handler=None,
     parallelism_config=None,
     exact_sum=None,
-    prepared=None,
+    prepared_model=None,
     step_stream=None,
     scaler=None,
     sync_gradients=True,
@@ -171,7 +171,7 @@ def test_the_model_is_wrapped_on_the_capture_stream(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_stream=lambda _: None))
     monkeypatch.setattr(
-        accelerators, "_wrap", lambda *_: used.setdefault("DDP", streams[-1]) and (None, None)
+        accelerators, "_wrap_in_stages", lambda *_: used.setdefault("DDP", streams[-1]) and (None, None)
     )
     side = Mock(__str__=lambda _: "side")
     accelerator = SimpleNamespace(**DEFAULTS | {"step_stream": side})

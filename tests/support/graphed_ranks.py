@@ -61,16 +61,18 @@ class Case:
     of_sum: tuple[tuple[str, str], ...] = ()
 
 
-COPY = "        self.shape.inputs.copy_(inputs)\n"
-LABELS = "self.shape.labels.copy_"
-DROP = "parts.append(part := GraphPart())"  # Statement that runs between captures
+COPY = "        self.shape_graphs.inputs.copy_(inputs)\n"
+LABELS = "self.shape_graphs.labels.copy_"
+RATE = "device_rate.fill_(group"
+DROP = "graphs.append(micro_batch_graph)"  # Statement that runs between captures
 DROPPED = f"""{DROP}
-                    [setattr(p, "grad", None) for group in self.groups for p in group["params"]]
+                    [setattr(p, "grad", None) for group in self.parameter_groups for p in group["params"]]
                     getattr(self.model, "reset_iter_state", lambda: None)()"""
-REPLAY = "            self._replay(part)\n"
-OLD_ON_RANK_1 = """            self.old = getattr(self, "old", part)
-            self._replay(self.old if torch.distributed.get_rank() else part)
+REPLAY = "            self._replay(micro_batch_graph)\n"
+OLD_ON_RANK_1 = """            self.old = getattr(self, "old", micro_batch_graph)
+            self._replay(self.old if torch.distributed.get_rank() else micro_batch_graph)
 """
+MAGNITUDES = "self.max_magnitudes, torch.stack(self.micro_batch_magnitudes)"
 BACKWARD, STEP = aten.convolution_backward.default, aten._fused_adamw_.tensor_lr
 CASES = {
     "called": Case(is_recorded=False),
@@ -86,26 +88,28 @@ CASES = {
     "fails in backward, deterministic": Case(2, deterministic=True, fails_at=BACKWARD),
 }
 MUTANTS = {
-    "a frozen rate": Case(mutant=(("rate.fill_(group", "self.shape.parts or rate.fill_(group"),)),
-    "frozen inputs": Case(mutant=((COPY, f"        if not self.shape.parts:\n    {COPY}"),)),
-    "frozen labels": Case(mutant=((LABELS, f"self.shape.parts or {LABELS}"),)),
+    "a frozen rate": Case(mutant=((RATE, f"self.shape_graphs.graphs or {RATE}"),)),
+    "frozen inputs": Case(mutant=((COPY, f"        if not self.shape_graphs.graphs:\n    {COPY}"),)),
+    "frozen labels": Case(mutant=((LABELS, f"self.shape_graphs.graphs or {LABELS}"),)),
     "gradients dropped between captures": Case(2, mutant=((DROP, DROPPED),)),
     "one graph for all micro-batches": Case(2, mutant=(("[-1 if is_last", "[0 if is_last"),)),
-    "the middle as the first": Case(3, mutant=(("else min(micro_batch, 1)]", "else 0]"),)),
+    "the middle as the first": Case(3, mutant=(("else min(micro_batch_index, 1)]", "else 0]"),)),
     "a rank that replays the graph of the last size": Case(mutant=((REPLAY, OLD_ON_RANK_1),)),
-    "a step that is not counted": Case(2, mutant=(("self.accelerator.step = step + 1", "pass"),)),
+    "a step that is not counted": Case(2, mutant=(("self.accelerator.step = accelerator_step + 1", "pass"),)),
     "a largest gradient that is replaced": Case(
         4, deterministic=True,
-        of_sum=(("torch.maximum(self.max_magnitudes, torch.stack(self.norms), out=self.max_magnitudes)",
-                 "self.max_magnitudes = torch.maximum(self.max_magnitudes, torch.stack(self.norms))"),),
+        of_sum=((f"torch.maximum({MAGNITUDES}, out=self.max_magnitudes)",
+                 f"self.max_magnitudes = torch.maximum({MAGNITUDES})"),),
     ),
     "a failure that is replaced": Case(
         2, deterministic=True,
-        of_sum=((", torch.where(is_exact, math.inf, self.steps), out=self.failed)",
-                 ", torch.where(is_exact, math.inf, self.steps)); self.failed = self.failed.clone()"),),
+        of_sum=((", failed_steps, out=self.first_failed_steps)",
+                 ", failed_steps); self.first_failed_steps = self.first_failed_steps.clone()"),),
     ),
 }  # fmt: skip
-OF_FSDP = {"gathered parameters in a replay": Case(mutant=(("if self.has_gathered:", "if False:"),))}
+OF_FSDP = {
+    "gathered parameters in a replay": Case(mutant=(("if self.has_gathered_parameters:", "if False:"),))
+}
 
 
 # References to all StepGraphs, because a script's training loop also keeps its graph until the end
@@ -155,7 +159,9 @@ def report_graphs(accelerator: Accelerator, destroy: Callable[[], None]) -> Call
     """Report whether a graph, with its NCCL collectives, still exists when the process group is destroyed."""
 
     def ended() -> None:
-        accelerator.print(json.dumps(["graphs at the end", sum(graph.shape is not None for graph in GRAPHS)]))
+        accelerator.print(
+            json.dumps(["graphs at the end", sum(graph.shape_graphs is not None for graph in GRAPHS)])
+        )
         destroy()
 
     return ended
@@ -237,8 +243,9 @@ def train(accelerator: Accelerator, case: Case, module: ModuleType | None) -> tu
         if step_number % (warm_up + 3) >= warm_up - 1:
             bits.append(evaluated(model))
     if accelerator.exact_sum:
-        bits.append([accelerator.exact_sum.steps.item(), accelerator.exact_sum.failed.tolist()])
-        assert math.isfinite(accelerator.exact_sum.failed.min()) or case.of_sum
+        failed_steps = accelerator.exact_sum.first_failed_steps
+        bits.append([accelerator.exact_sum.steps_since_check.item(), failed_steps.tolist()])
+        assert math.isfinite(failed_steps.min()) or case.of_sum
     weights = [to_local(p.detach()).flatten() for p in model.parameters()]
     averages = [b.flatten().float() for b in model.buffers()]
     bits.append(hashlib.sha256(torch.cat([*weights, *averages]).numpy().tobytes()).hexdigest())

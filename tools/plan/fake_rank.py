@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from onecurve.distributed.accelerator import make_accelerator
 from onecurve.distributed.devices import keep_freed_memory, rehearse_on_cpu
 from onecurve.distributed.job_accelerator import JobAccelerator
-from onecurve.distributed.launch_config import check_launch_config, disable_meaningless
+from onecurve.distributed.launch_config import check_launch_config, disable_ineffective_answers
 from onecurve.flags.recipe import Batch, Recipe
 from onecurve.upstream import deepspeed_, torch_fakes
 from onecurve.upstream.accelerate_ import launch_arguments
@@ -38,7 +38,7 @@ def start_as_rank_0(config_file: Path, batch: Batch, host_count: int, recipe: Re
     launcher_env = launcher_env_for_rank_0(config_file, batch.processes, host_count)
     os.environ.update(launcher_env)
     deepspeed_config = check_launch_config(os.environ, batch.processes, precision=recipe.mixed_precision)
-    disable_meaningless(rehearsal=True)
+    disable_ineffective_answers(rehearsal=True)
     keep_freed_memory()
     if launcher_env:
         rehearse_on_cpu("fake")
