@@ -38,7 +38,7 @@ def start_as_rank_0(config_file: Path, batch: Batch, host_count: int, recipe: Re
     launcher_env = launcher_env_for_rank_0(config_file, batch.processes, host_count)
     os.environ.update(launcher_env)
     deepspeed_config = check_launch_config(os.environ, batch.processes, precision=recipe.mixed_precision)
-    disable_ineffective_answers(rehearsal=True)
+    disable_ineffective_answers(is_rehearsal=True)
     keep_freed_memory()
     if launcher_env:
         rehearse_on_cpu("fake")
