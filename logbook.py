@@ -90,7 +90,7 @@ def add_runs(flags: argparse.Namespace) -> list[Path]:
 
 def write_run(logbook: Path, run: RunRecord) -> Path:
     # The run's first start determines the page, so that a run keeps its page when its strategy changes.
-    first = run.kept[0].settings if run.kept else run.facts
+    first = run.kept_starts[0].settings if run.kept_starts else run.facts
     strategy = file_name(first.get("strategy", "unknown"))
     script = file_name(run.facts.get("script", "unknown"))
     stem = run.folder.resolve().name.removeprefix(f"{strategy}_")

@@ -45,7 +45,7 @@ import sys
 
 from onecurve.system.cli import command_parser, run_command
 from onecurve.system.text import message_text
-from tools.prepare.preparation import INPUTS, Preparation
+from tools.prepare.preparation import INPUT_NAMES, Preparation
 
 PARTS = {"train": "the training images", "val": "the validation images", "devkit": "the development kit"}
 BOUNDS = {"resize": (1, 10_000), "quality": (1, 100), "shard_mib": (2**-10, 2**20), "seed": (0, 2**32 - 1)}
@@ -69,7 +69,7 @@ def parse_flags(words: list[str]) -> argparse.Namespace:
     parser = command_parser(__doc__, "prep_imagenet.py --data PATH --out PATH [flags]")
     add = parser.add_argument
     add("--data", metavar="PATH", help="Folder or s3://bucket/prefix with the archives or images.")
-    for part in INPUTS["imagenet"]:
+    for part in INPUT_NAMES["imagenet"]:
         add(
             f"--{part}",
             metavar="PATH",
@@ -80,7 +80,8 @@ def parse_flags(words: list[str]) -> argparse.Namespace:
     )
     add("--val_labels", metavar="FILE", help=labels_help)
     source_help = "Format of the input. Default: imagenet."
-    add("--from", dest="source", choices=(*INPUTS, "parquet", "shards"), default="imagenet", help=source_help)
+    sources = (*INPUT_NAMES, "parquet", "shards")
+    add("--from", dest="source", choices=sources, default="imagenet", help=source_help)
     add("--classes", metavar="FILE", help="File with one class name per line, for --from shards.")
     add("--out", required=True, metavar="PATH", help="Output folder or s3://bucket/prefix.")
     add(

@@ -38,12 +38,12 @@ from tools.verify.verification import Verification
 
 def main() -> int:
     run = Verification(parse_flags(sys.argv[1:]))
-    contradictions = replay.contradictions(run.record, run.kept)
+    contradictions = replay.contradictions(run.record, run.checkpoint_steps)
     for finding in contradictions:
         print(finding, flush=True)
     outcomes = []
     for interval in run.intervals:
-        print(f"replaying {interval} of {run.last:,}", flush=True)
+        print(f"replaying {interval} of {run.last_step:,}", flush=True)
         outcomes.append(run.replay(interval))
         print(run.describe(outcomes[-1]), flush=True)
     return run.conclude(contradictions, outcomes)

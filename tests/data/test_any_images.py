@@ -533,4 +533,4 @@ def test_shards_use_the_split_that_training_evaluates(tmp_path):
     root = put(tmp_path / "flowers", "Train/a/1.png", "validation/a/2.png", "test/a/3.png")
     parts = dict.fromkeys(("train", "val", "devkit", "val_labels"))
     flags = SimpleNamespace(source="folder", data=str(root), **parts)
-    assert find_dataset(flags).parts == {"train": f"{root}/Train", "val": f"{root}/validation"}
+    assert find_dataset(flags).locations == {"train": f"{root}/Train", "val": f"{root}/validation"}

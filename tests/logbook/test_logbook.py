@@ -229,7 +229,8 @@ def test_a_start_that_only_ended_the_run_is_not_its_setting(tmp_path):
     """Let the first start train all 6 steps, and let another start with one process complete result.json."""
     folder = write_run(tmp_path / "run", strategy="single", processes=1)
     record = RunRecord(write_starts(folder, {}, ONE | {"step": 6}))
-    assert (record.where, record.job) == ("DDP on 2 x NVIDIA T4", "ddp x 2")
+    assert record.strategies_and_devices == "DDP on 2 x NVIDIA T4"
+    assert record.strategies_and_processes == "ddp x 2"
     assert history.resume_verdict(record) == ""
 
 
@@ -406,10 +407,11 @@ def test_any_text_of_a_run_can_appear_on_its_pages(whole, name, report, texts, s
         for stem, text in pages.items():
             check(logbook.write_page(Path(parent) / f"{stem}.md", index_values(run) | run.identity, text))
         table = rows(pages["run"])
-        assert {shown(c) for c in run.reports[report]["classes"][:20]} <= table.keys()
+        assert {shown(c) for c in run.validation_reports[report]["classes"][:20]} <= table.keys()
         assert table["run"] == [shown(folder)]
         fence = [token.content for token in MARKDOWN.parse(pages["run"]) if token.type == "fence"][-1]
-        words = [word for start in run.kept for word in map(printable_lines, start.settings["command"])]
+        commands = [start.settings["command"] for start in run.kept_starts]
+        words = [word for command in commands for word in map(printable_lines, command)]
         command = [re.sub("\n{3,}", "\n\n", word) for word in words]
         # Pages never contain two consecutive blank lines.
         assert shlex.split(fence, comments=True) == command

@@ -8,22 +8,22 @@ from scipy import stats
 
 from tests.logbook.pages import is_golden, rows, write_run
 from tests.logbook.test_logbook import page_of
-from tools.logbook.seeds import Group, compare_groups, seed_verdict
+from tools.logbook.seeds import RunGroup, compare_groups, seed_verdict
 
 
-def group(name: str, values, seeds=None) -> Group:
+def group(name: str, values, seeds=None) -> RunGroup:
     seeds = range(len(values)) if seeds is None else seeds
-    return Group(name, dict(zip(seeds, map(float, values), strict=True)), ())
+    return RunGroup(name, dict(zip(seeds, map(float, values), strict=True)), ())
 
 
 def test_the_interval_matches_scipy():
     values = [0.91, 0.93, 0.92, 0.95]
     group_of_runs = group("a", values)
     expected = stats.t.interval(0.95, 3, loc=np.mean(values), scale=stats.sem(values))
-    assert group_of_runs.interval == pytest.approx(expected)
-    assert group_of_runs.deviation == pytest.approx(np.std(values, ddof=1))
-    assert group("a", [1.0, 0.0]).interval == (0.0, 1.0)  # An accuracy's interval is clipped to [0, 1]
-    assert (group("a", [0.9]).interval, group("a", [0.9]).deviation) == (None, None)
+    assert group_of_runs.mean_interval == pytest.approx(expected)
+    assert group_of_runs.standard_deviation == pytest.approx(np.std(values, ddof=1))
+    assert group("a", [1.0, 0.0]).mean_interval == (0.0, 1.0)  # An accuracy's interval is clipped to [0, 1]
+    assert (group("a", [0.9]).mean_interval, group("a", [0.9]).standard_deviation) == (None, None)
 
 
 def test_pairs_of_equal_seeds_and_welchs_test_of_others():
@@ -31,11 +31,11 @@ def test_pairs_of_equal_seeds_and_welchs_test_of_others():
     draws[1] += 0.01
     paired = compare_groups(group("a", draws[0]), group("b", draws[1]))
     expected = stats.ttest_rel(draws[1], draws[0])
-    assert (paired.p, paired.is_paired) == (pytest.approx(expected.pvalue), True)
+    assert (paired.p_value, paired.is_paired) == (pytest.approx(expected.pvalue), True)
     assert paired[1:3] == pytest.approx(tuple(expected.confidence_interval()))
     welch = compare_groups(group("a", draws[0]), group("b", draws[1][:4], seeds=(5, 6, 7, 8)))
     expected = stats.ttest_ind(draws[1][:4], draws[0], equal_var=False)
-    assert (welch.p, welch.is_paired) == (pytest.approx(expected.pvalue), False)
+    assert (welch.p_value, welch.is_paired) == (pytest.approx(expected.pvalue), False)
     assert welch[1:3] == pytest.approx(tuple(expected.confidence_interval()))
     assert paired.mean == pytest.approx(np.mean(draws[1]) - np.mean(draws[0]))
 

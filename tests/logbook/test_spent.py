@@ -6,10 +6,10 @@ import pytest
 
 from tests.conftest import CNN, python, result, run
 from tests.logbook.pages import check, is_golden, rows, write_lines, write_run
-from tools.logbook.figures import _telemetry
+from tools.logbook.figures import _telemetry_panels
 from tools.logbook.page import run_page
 from tools.logbook.run_record import RunRecord, _sample_lines
-from tools.logbook.spent import lost_s, main_processes, parts_s, paused_s
+from tools.logbook.spent import lost_s, main_processes, paused_s, seconds_by_activity
 
 SPENT = {"training": 105.0, "reading data": 5.0, "evaluation": 15.0, "saving": 4.0, "starting": 10.0}
 SPENT |= {"ending": 1.0, "imports": 4.0, "process group": 0.5, "CUDA": 1.5, "opening the data": 1.0}
@@ -25,7 +25,7 @@ def section(run: RunRecord) -> str:
 def test_the_section_matches_the_stored_section(tmp_path):
     run_record = RunRecord(write_run(tmp_path / "run", wall_s=150.0, spent_s=SPENT))
     assert is_golden("spent.md", section(run_record), tmp_path)
-    assert sum(parts_s(run_record).values()) == run_record.facts["wall_s"]
+    assert sum(seconds_by_activity(run_record).values()) == run_record.facts["wall_s"]
     assert section(RunRecord(write_run(tmp_path / "other"))) == "", "a process records this when it ends"
 
 
@@ -48,14 +48,14 @@ def test_telemetry_measures_the_loss_at_restarts(tmp_path):
     for lines in (first, second):
         write_lines(run.folder / f"telemetry-{lines[0]['host']}.jsonl", lines)
     run = RunRecord(run.folder)
-    assert [(start.before_s, start.ended_s) for start in main_processes(run)] == [
+    assert [(start.wall_s_before, start.wall_s_at_end) for start in main_processes(run)] == [
         (0, 100),
         (70, 130),
         (120, 135),
     ]
     assert (lost_s(run), paused_s(run)) == (30 + 10, 60 + 15)
     # Pauses between processes are excluded.
-    assert _telemetry(run)[0][0].curves == {"h2": ([99, 100 + 60], [1.0, 2.0])}
+    assert _telemetry_panels(run)[0][0].curves == {"h2": ([99, 100 + 60], [1.0, 2.0])}
     text = section(run)
     table = rows(text)
     assert table["restarting: lost work after the last checkpoint"] == ["40.0 s", "0.011", "21.1%"]
@@ -94,8 +94,8 @@ def test_the_parts_of_a_run_add_up_to_its_time(tmp_path, cache):
     assert sum(parts.values()) == pytest.approx(facts["wall_s"], abs=0.1)
     assert max(parts["training"], facts["train_s"]) < facts["wall_s"] - parts["starting"]
     processes = main_processes(RunRecord(folder))
-    assert processes[0].before_s == 0
-    assert 0 < processes[1].before_s <= processes[0].ended_s + 0.2
+    assert processes[0].wall_s_before == 0
+    assert 0 < processes[1].wall_s_before <= processes[0].wall_s_at_end + 0.2
     # Telemetry ends before the plots, whose time depends on the machine's load
     telemetry_s = facts["wall_s"] - parts["plots"] - parts["ending"]
-    assert processes[1].ended_s == pytest.approx(telemetry_s, abs=0.5)
+    assert processes[1].wall_s_at_end == pytest.approx(telemetry_s, abs=0.5)

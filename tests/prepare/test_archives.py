@@ -19,14 +19,14 @@ from tests.support.data_sets import tar
 from tests.support.imagenet import DEVKIT, synsets_of, write_devkit
 from tests.support.s3 import BUCKET, SECRET, s3, s3_proxy, use_s3  # noqa: F401  (two are fixtures)
 from tools.prepare import archives
-from tools.prepare.archives import Member, members, open_stream
+from tools.prepare.archives import ArchiveMember, members, open_stream
 from tools.prepare.devkit import read_devkit
 
 CONTENT = bytes(range(256)) * 5
 KIT = "ILSVRC2012_devkit_t12"
 
 
-def contents(archive: Member, folder: str = "") -> dict[str, bytes]:
+def contents(archive: ArchiveMember, folder: str = "") -> dict[str, bytes]:
     """Read all files in an archive. Files in inner archives are named `<archive>/<name>`."""
     files = {}
     for member in members(archive):
@@ -38,7 +38,7 @@ def contents(archive: Member, folder: str = "") -> dict[str, bytes]:
 
 
 def read(location: str | Path, hash_name: str | None = None, headers: bool = False) -> dict[str, bytes]:
-    with open_stream(str(location), hash_name, headers=headers) as stream:
+    with open_stream(str(location), hash_name, headers_only=headers) as stream:
         return contents(stream.archive)
 
 
@@ -113,7 +113,7 @@ def pax(record: bytes) -> bytes:
 
 NAME, SIZE = 0, 124
 PLAIN, SPECIAL, DAMAGED = "not a plain relative name", "or another special file", "truncated or damaged"
-REFUSALS = {  # Member's blocks, its name in the message, and the reason, for each refusal
+REFUSALS = {  # ArchiveMember's blocks, its name in the message, and the reason, for each refusal
     "parent": (header("../a.JPEG"), "../a.JPEG", PLAIN),
     "parent within": (header("a/../b.JPEG"), "a/../b.JPEG", PLAIN),
     "absolute": (header("/etc/passwd"), "/etc/passwd", PLAIN),

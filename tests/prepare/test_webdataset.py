@@ -185,9 +185,9 @@ def test_an_interruption_in_val_keeps_train(foreign, tmp_path, monkeypatch):
             raise OSError("the disk is gone")
         return index_shard(dataset, shard)
 
-    index_shard = WebDataset.index
-    monkeypatch.setattr(WebDataset, "index", index)
-    monkeypatch.setattr(preparation, "THREADS", 1)
+    index_shard = WebDataset.index_shard
+    monkeypatch.setattr(WebDataset, "index_shard", index)
+    monkeypatch.setattr(preparation, "READER_THREADS", 1)
     words = [*FROM_SHARDS, "--data", foreign, "--out", tmp_path / "index"]
     assert "run the same command to resume" in fails(*words)
     begun = len(read_shards)

@@ -38,8 +38,8 @@ def test_a_run_records_each_of_its_starts(name, tmp_path, cache):
     for launcher, flags in LAUNCHES[name]:
         output = run([*launcher, *CNN, *FLAGS, *cache, *flags, "--output_dir", tmp_path / "run"])
     record = RunRecord(tmp_path / "run")
-    assert record.where.replace(" (x86_64)", "") == devices
-    assert [(start.first, start.last) for start in record.kept] == steps
+    assert record.strategies_and_devices.replace(" (x86_64)", "") == devices
+    assert [(start.first, start.last) for start in record.kept_starts] == steps
     last = record.starts[-1].settings
     assert last["changed"] == {"lr": [0.003, 0.001]}
     assert resume_verdict(record) == f"The recipe changed. Step {steps[-1][0]}: lr was 0.003, now 0.001."
@@ -125,6 +125,6 @@ def test_values_in_turn():
 def test_old_run_folders_have_no_starts(tmp_path):
     stored = Path(__file__).parents[1] / "checkpoint/stored/format_1"
     record = RunRecord(stored)
-    assert (record.starts, record.kept, record.recipe_changes) == ([], [], [])
+    assert (record.starts, record.kept_starts, record.recipe_changes) == ([], [], [])
     assert not any(STARTS_FILE in problem for problem in record.problems)
-    assert json.dumps(record.where)
+    assert json.dumps(record.strategies_and_devices)

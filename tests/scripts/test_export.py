@@ -27,7 +27,7 @@ from onecurve.system.files import write_json
 from tests.conftest import RESNET, ROOT, STRATEGIES, VIT, full, metrics, python, result, rows_of, run
 from tests.scripts.conftest import QUICK
 from tests.support.commands import call
-from tools.inference.exported import MODEL_PY, Exported, open_trained
+from tools.inference.exported import MODEL_PY_TEMPLATE, ExportedModel, open_trained
 from tools.inference.pictures import Pictures, Preprocessing
 from tools.logbook.card import model_card
 
@@ -93,17 +93,17 @@ def made(*words, status: int = 0) -> str:
     return output
 
 
-def write_pictures(trained: Exported, folder: Path, name: str = "") -> list[Path]:
+def write_pictures(trained: ExportedModel, folder: Path, name: str = "") -> list[Path]:
     """Undo the normalization of the sample's images and write the images as PNG files."""
     mean, std = (np.reshape(values, (3, 1, 1)) for values in trained.preprocessing[:2])
     files = [folder / f"{name}{k}.png" for k in range(IMAGES)]
-    for file, image in zip(files, trained.sample.numpy(), strict=True):
+    for file, image in zip(files, trained.sample_inputs.numpy(), strict=True):
         pixels = np.rint((image * std + mean) * 255).astype(np.uint8)
         Image.fromarray(pixels.transpose(1, 2, 0)).save(file)
     return files
 
 
-def open_run(run_folder: Path, scratch: Path, cache: list) -> Exported:
+def open_run(run_folder: Path, scratch: Path, cache: list) -> ExportedModel:
     return open_trained(str(run_folder), "best", None, [str(word) for word in cache], scratch, IMAGES)
 
 
@@ -113,7 +113,7 @@ def test_an_exported_model_prepares_pictures_like_predict(mode, tmp_path):
     values = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.2, 0.3)}
     config = values | {"input_size": (3, 32, 32), "crop_pct": 1.0}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.py").write_text(MODEL_PY.render(script="mine", model=""))
+    (tmp_path / "model.py").write_text(MODEL_PY_TEMPLATE.render(script="mine", model=""))
     noise = np.random.RandomState(0).randint(0, 256, (32, 32, 4), np.uint8)
     pixels = {"RGB": noise[..., :3], "RGBA": noise, "I;16": noise[..., 0] * np.uint16(257)}[mode]
     (exif := Image.Exif())[ExifTags.Base.Orientation] = 6
@@ -135,7 +135,7 @@ def test_other_libraries_load_an_export_and_get_the_same_logits(runs, exported, 
     for name, trained in models.items():
         logits, classes = answers[str(exported[name])]
         with torch.inference_mode():
-            assert torch.tensor(logits) == pytest.approx(trained.model(trained.sample), abs=1e-5)
+            assert torch.tensor(logits) == pytest.approx(trained.model(trained.sample_inputs), abs=1e-5)
         assert classes == list("0123456789")
     trained_ema = load_file(runs["vit"] / "checkpoints" / best_step(runs["vit"]) / "ema.safetensors")
     exported_tensors = load_file(exported["vit"] / "model.safetensors")
@@ -152,8 +152,8 @@ def test_onnx(name, runs, tmp_path, cache):
     made(runs[name], tmp_path / "out", "--onnx", *cache)
     trained = open_run(runs[name], tmp_path, cache)
     session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx")
-    (logits,) = session.run(None, {"images": trained.sample.numpy()})
-    assert logits == pytest.approx(trained.model(trained.sample).detach().numpy(), abs=1e-4)
+    (logits,) = session.run(None, {"images": trained.sample_inputs.numpy()})
+    assert logits == pytest.approx(trained.model(trained.sample_inputs).detach().numpy(), abs=1e-4)
     metadata = {key: json.loads(value) for key, value in session.get_modelmeta().custom_metadata_map.items()}
     assert metadata["label_names"] == list("0123456789")
     assert (metadata["mean"], metadata["std"]) == tuple(map(list, trained.preprocessing[:2]))
@@ -191,7 +191,7 @@ def test_an_ema_of_a_model_with_batch_norm(strategy, tmp_path, cache):
 
     trained = open_run(run_folder, tmp_path, cache)
     with torch.inference_mode():
-        logits = trained.model(trained.sample)
+        logits = trained.model(trained.sample_inputs)
     run([*python(), "validate.py", run_folder, "--mixed_precision", "no", *cache])
     report = json.loads((run_folder / "validation" / f"val_{int(step[5:])}" / "report.json").read_text())
     assert report["top1"] == result(run_folder)["best_accuracy"]
@@ -210,7 +210,7 @@ def test_an_ema_of_a_model_with_batch_norm(strategy, tmp_path, cache):
     made(run_folder, tmp_path / "out", *cache)
     exported = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
     with torch.inference_mode():
-        assert torch.equal(exported(trained.sample), logits)
+        assert torch.equal(exported(trained.sample_inputs), logits)
 
 
 @pytest.mark.parametrize(("data", "shown"), rows_of("data on a card"))
@@ -221,7 +221,7 @@ def test_the_card_has_no_private_path(data, shown, tmp_path):
     recipe_values = vars(recipe) | {"data": data, "weights": weights, "data_root": [data]}
     trained = TrainedModel(weights, "", "", 9, "train_cnn_a", recipe_values, ["a", "b"])
     model, ones = torch.nn.Linear(2, 2), DataConfig((1.0,) * 3, (1.0,) * 3)
-    exported = Exported(trained, train_cnn_a, recipe, model, ("a", "b"), ones, False, torch.ones(1))
+    exported = ExportedModel(trained, train_cnn_a, recipe, model, ("a", "b"), ones, False, torch.ones(1))
     text = model_card("mine", exported, {"architecture": "Linear"})
     assert not re.search(r"alice|ward ?7|private", text)
     assert f"| data | {shown} |" in text

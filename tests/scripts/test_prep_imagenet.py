@@ -472,7 +472,7 @@ def published(ilsvrc, monkeypatch) -> tuple[tuple[str, str], ...]:
     files = {"train": ilsvrc.train_tar, "val": ilsvrc.val_tar, "devkit": ilsvrc.devkit}
     sums = {part: ilsvrc.md5(file) for part, file in files.items()}
     for part, md5 in sums.items():
-        monkeypatch.setitem(devkit.MD5, part, md5)
+        monkeypatch.setitem(devkit.MD5_BY_PART, part, md5)
     return tuple(sums.items())
 
 
@@ -552,8 +552,8 @@ def test_names_too_long_for_plain_tar_headers(ilsvrc, tmp_path):
 
 def test_counts_that_are_not_the_published_ones(ilsvrc, tmp_path, monkeypatch):
     """Prepare without --subset, with the miniature's class and image counts as the published counts."""
-    monkeypatch.setattr(devkit, "CLASSES", 10)
-    monkeypatch.setattr(devkit, "VAL_PER_CLASS", 3)
+    monkeypatch.setattr(devkit, "CLASS_COUNT", 10)
+    monkeypatch.setattr(devkit, "VAL_IMAGES_PER_CLASS", 3)
     words = ["--no_verify"]
     prep(*words, "--data", ilsvrc.folder, "--out", tmp_path / "out")
     faults = {

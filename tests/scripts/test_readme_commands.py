@@ -65,8 +65,8 @@ class Published:
     val_per_class: int
 
     def __call__(self) -> None:
-        devkit.MD5.update(self.md5)
-        devkit.CLASSES, devkit.VAL_PER_CLASS = self.classes, self.val_per_class
+        devkit.MD5_BY_PART.update(self.md5)
+        devkit.CLASS_COUNT, devkit.VAL_IMAGES_PER_CLASS = self.classes, self.val_per_class
 
 
 class Project:

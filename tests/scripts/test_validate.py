@@ -38,7 +38,7 @@ from tests.conftest import (
 )
 from tests.support.data_sets import png
 from tests.support.s3 import BUCKET, s3, use_s3  # noqa: F401 (a fixture)
-from tools.inference.report import FILES, METRICS, load_metrics
+from tools.inference.report import FILES, METRIC_MODULES, load_metrics
 from validate import parse_flags
 
 FP32 = ["--mixed_precision", "no"]
@@ -69,7 +69,7 @@ def copy(trained, tmp_path) -> Path:
 
 @pytest.fixture(scope="module")
 def modules(tmp_path_factory):
-    return dict(zip(METRICS, load_metrics(tmp_path_factory.mktemp("modules")), strict=True))
+    return dict(zip(METRIC_MODULES, load_metrics(tmp_path_factory.mktemp("modules")), strict=True))
 
 
 @contextlib.contextmanager
@@ -250,7 +250,7 @@ def test_classification_and_top_k_agree_with_scikit_learn(modules, classes):
     predicted = np.where(draws.random(3000) < 0.6, labels, draws.integers(0, classes, 3000))
     predicted[predicted == classes - 1] = 0
     labels[predicted == classes - 1] = 0
-    scores = modules["classification"].compute(predictions=predicted, references=labels, classes=classes)
+    scores = modules["classification"].compute(predictions=predicted, references=labels, class_count=classes)
     numbers = dict(labels=range(classes), zero_division=0)
     expected = sklearn_metrics.precision_recall_fscore_support(labels, predicted, **numbers)
     for name, values in zip(("precision", "recall", "f1", "support"), expected, strict=True):
@@ -290,7 +290,7 @@ def test_calibration_error_bin_by_bin(modules):
         gap = (predicted == labels)[inside].mean() - probabilities[inside].mean()
         expected += inside.mean() * abs(gap)
     pairs = {"predictions": predicted, "references": labels}
-    computed = modules["calibration"].compute(**pairs, probabilities=probabilities, bins=15)
+    computed = modules["calibration"].compute(**pairs, probabilities=probabilities, bin_count=15)
     assert computed["expected_calibration_error"] == pytest.approx(expected, abs=1e-12)
     sure = modules["calibration"].compute(predictions=[1, 1], references=[1, 0], probabilities=[1.0, 1.0])
     assert sure["expected_calibration_error"] == 0.5

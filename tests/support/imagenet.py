@@ -78,14 +78,14 @@ class Fault:
 
     def __call__(self) -> None:
         originals.BATCH_IMAGES = 2
-        devkit.MD5.update(self.md5)
+        devkit.MD5_BY_PART.update(self.md5)
         for number, values in self.limits:
             resource.setrlimit(number, values)
         write, finish_split, finish = ShardWriter.write, ShardWriter.finish, journal.Journal.finish
 
         def write_and_strike(writer: ShardWriter, images: list) -> None:
             write(writer, images)
-            self.strike(writer.count)
+            self.strike(writer.image_count)
 
         def strike_and_finish_split(writer: ShardWriter) -> dict:
             self.strike(writer.split)

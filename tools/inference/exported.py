@@ -24,15 +24,15 @@ from onecurve.models.script import MOVE_ADVICE, load_script, model_section
 from onecurve.numerics.augment import to_float
 from tools.inference.inference import evaluated_split, pixels_of, preprocessing_of
 
-WEIGHTS, CONFIG, CODE = "model.safetensors", "config.json", "model.py"
-MODEL_PY = Template(Path(__file__).with_name("model.py.j2").read_text(), keep_trailing_newline=True)
-OPSET = 20
+WEIGHTS_FILE, CONFIG_FILE, CODE_FILE = "model.safetensors", "config.json", "model.py"
+MODEL_PY_TEMPLATE = Template(Path(__file__).with_name("model.py.j2").read_text(), keep_trailing_newline=True)
+ONNX_OPSET = 20
 # timm config keys that describe the pretrained weights
-PRETRAINED_KEYS = ("tag", "license", "paper_ids", "paper_name", "origin_url", "notes")
+PRETRAINED_WEIGHTS_KEYS = ("tag", "license", "paper_ids", "paper_name", "origin_url", "notes")
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedModel:
     """Trained model with all information that the exported files contain."""
 
     trained: TrainedModel
@@ -42,7 +42,7 @@ class Exported:
     classes: tuple[str, ...]
     preprocessing: DataConfig
     is_cropped: bool  # True if images are resized and cropped, False if they are only resized
-    sample: Tensor  # held-out images as model inputs [n, 3, S, S]
+    sample_inputs: Tensor  # held-out images as model inputs [n, 3, S, S]
 
     @property
     def is_timm_model(self) -> bool:
@@ -51,7 +51,8 @@ class Exported:
     @property
     def preprocessing_settings(self) -> dict[str, Any]:
         """Preprocessing settings, with timm's config keys."""
-        size, (mean, std, crop) = self.recipe.image_size, self.preprocessing
+        size = self.recipe.image_size
+        mean, std, crop = self.preprocessing
         return {
             "input_size": (3, size, size),
             "mean": mean,
@@ -63,8 +64,8 @@ class Exported:
 
 
 def open_trained(
-    location: str, which: str, script_file: str | None, words: list[str], scratch: Path, count: int
-) -> Exported:
+    location: str, which: str, script_file: str | None, words: list[str], scratch: Path, sample_count: int
+) -> ExportedModel:
     """Open a trained model and some held-out images.
 
     Args:
@@ -73,33 +74,36 @@ def open_trained(
         script_file: The train script's path, or None if the script is in this project.
         words: Train script flags that change the recipe.
         scratch: Folder for downloaded files.
-        count: Number of held-out images.
+        sample_count: Number of held-out images.
     """
-    trained = find_model(location, which, scratch, lambda: None)
-    if trained.recipe is None:
+    trained_model = find_model(location, which, scratch, lambda: None)
+    if trained_model.recipe is None:
         problem = "is a single file without a recipe. Specify the checkpoint folder or the run folder"
-        raise ValueError(f"{trained.name} {problem}.")
-    if "data" not in trained.recipe and not any(word.partition("=")[0] == "--data" for word in words):
+        raise ValueError(f"{trained_model.name} {problem}.")
+    given_flags = [word.partition("=")[0] for word in words]
+    if "data" not in trained_model.recipe and "--data" not in given_flags:
         remedy = "Pass --data FOLDER with some of the images."
-        raise ValueError(f"{trained.name} does not record the path of the training data. {remedy}")
-    script, recipe, _ = open_script(trained, script_file, words)
-    prepared = prepare_cache(recipe, lambda: None, is_evaluated=True)
-    images = open_images(Path(prepared.folder), recipe)
-    match = match_classes(trained.names or trained.classes, images.classes)
-    match.refuse_unknown(recipe.data, trained.name)
-    classes = match.model
-    model = script.build_model(recipe, len(classes))
-    load_weights(model, trained, script, recipe)
+        raise ValueError(f"{trained_model.name} does not record the path of the training data. {remedy}")
+    script, recipe, _ = open_script(trained_model, script_file, words)
+    cached_data = prepare_cache(recipe, lambda: None, is_evaluated=True)
+    data_images = open_images(Path(cached_data.folder), recipe)
+    class_match = match_classes(trained_model.names or trained_model.classes, data_images.classes)
+    class_match.refuse_unknown(recipe.data, trained_model.name)
+    model = script.build_model(recipe, len(class_match.model))
+    load_weights(model, trained_model, script, recipe)
     model.eval()
-    preprocessing = mean, std, crop = preprocessing_of(trained, script, recipe, model)
-    split, ids = evaluated_split(images.val, trained), np.arange(min(count, len(images.val)), dtype=np.int64)
-    pixels = pixels_of(split, ids, recipe, crop)
-    sample = to_float(pixels, mean, std, recipe.image_size, crop.enlargement).contiguous()
-    is_cropped = split.cropped if trained.cropped is None else trained.cropped
-    return Exported(trained, script, recipe, model, classes, preprocessing, is_cropped, sample)
+    preprocessing = mean, std, crop = preprocessing_of(trained_model, script, recipe, model)
+    val_split = evaluated_split(data_images.val, trained_model)
+    sample_ids = np.arange(min(sample_count, len(data_images.val)), dtype=np.int64)
+    sample_pixels = pixels_of(val_split, sample_ids, recipe, crop)
+    sample_inputs = to_float(sample_pixels, mean, std, recipe.image_size, crop.enlargement).contiguous()
+    is_cropped = val_split.cropped if trained_model.cropped is None else trained_model.cropped
+    return ExportedModel(
+        trained_model, script, recipe, model, class_match.model, preprocessing, is_cropped, sample_inputs
+    )
 
 
-def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
+def write_model(exported_model: ExportedModel, folder: Path) -> dict[str, Any]:
     """Write the weights and config.json, and also write model.py unless timm contains the model.
 
     config.json contains a section `trained_by` for predict.py and validate.py. This section stores only the
@@ -108,107 +112,114 @@ def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
     Returns:
         Content of config.json without `trained_by`.
     """
-    if exported.is_timm_model:
+    if exported_model.is_timm_model:
         from timm.models import save_for_hf
 
         save_for_hf(
-            exported.model,
+            exported_model.model,
             str(folder),
-            model_config={"label_names": list(exported.classes)},
-            data_config=exported.preprocessing_settings,
+            model_config={"label_names": list(exported_model.classes)},
+            data_config=exported_model.preprocessing_settings,
             safe_serialization=True,
         )
-        config = json.loads((folder / CONFIG).read_text())
-        for key in PRETRAINED_KEYS:  # these keys do not describe the trained weights
-            config["pretrained_cfg"].pop(key, None)
-        config.get("model_args", {}).pop("num_classes", None)  # transformers passes num_classes separately
+        config_json = json.loads((folder / CONFIG_FILE).read_text())
+        for key in PRETRAINED_WEIGHTS_KEYS:  # these keys do not describe the trained weights
+            config_json["pretrained_cfg"].pop(key, None)
+        # transformers passes num_classes separately.
+        config_json.get("model_args", {}).pop("num_classes", None)
     else:
-        config = _write_weights_and_code(exported, folder)
-    data = exported.recipe.data
-    data = data if data in BUILT_IN_DATA or data.startswith("hub:") else f"./{Path(data).name}"
-    recipe = recipe_part(exported.recipe) | {"data": data}
+        config_json = _write_weights_and_code(exported_model, folder)
+    data_path = exported_model.recipe.data
+    is_public = data_path in BUILT_IN_DATA or data_path.startswith("hub:")
+    recipe = recipe_part(exported_model.recipe)
+    recipe["data"] = data_path if is_public else f"./{Path(data_path).name}"
     recipe.pop("weights", None)
-    trained_by: dict[str, Any] = {"script": exported.trained.script, "recipe": recipe}
-    trained_by |= {"classes": exported.classes, "cropped": exported.is_cropped}
-    trained_by |= {"preprocessing": exported.preprocessing.to_json(), "names": exported.trained.names}
-    (folder / CONFIG).write_text(json.dumps(config | {"trained_by": trained_by}, indent=2) + "\n")
-    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors writes private files
-    return config
+    trained_by: dict[str, Any] = {"script": exported_model.trained.script, "recipe": recipe}
+    trained_by |= {"classes": exported_model.classes, "cropped": exported_model.is_cropped}
+    trained_by["preprocessing"] = exported_model.preprocessing.to_json()
+    trained_by["names"] = exported_model.trained.names
+    (folder / CONFIG_FILE).write_text(json.dumps(config_json | {"trained_by": trained_by}, indent=2) + "\n")
+    shutil.copymode(folder / CONFIG_FILE, folder / WEIGHTS_FILE)  # safetensors writes private files
+    return config_json
 
 
-def _write_weights_and_code(exported: Exported, folder: Path) -> dict[str, Any]:
+def _write_weights_and_code(exported_model: ExportedModel, folder: Path) -> dict[str, Any]:
     from safetensors.torch import save_file
 
-    script_text = Path(str(exported.script.__file__)).read_text()
-    if (model_code := model_section(script_text)) is None:
-        remedy = f"Put the code of the model into this section, which export.py copies to {CODE}."
-        raise ValueError(f"{exported.script.__file__} does not contain a section `# --- Model`. {remedy}")
-    weights = {name: tensor.contiguous() for name, tensor in exported.model.state_dict().items()}
-    save_file(weights, folder / WEIGHTS)
-    recipe = {name: value for name, value in vars(exported.recipe).items() if f"recipe.{name}" in model_code}
-    (folder / CODE).write_text(MODEL_PY.render(script=exported.script.__name__, model=model_code))
+    script_file = str(exported_model.script.__file__)
+    if (model_code := model_section(Path(script_file).read_text())) is None:
+        remedy = f"Put the code of the model into this section, which export.py copies to {CODE_FILE}."
+        raise ValueError(f"{script_file} does not contain a section `# --- Model`. {remedy}")
+    weights = {name: tensor.contiguous() for name, tensor in exported_model.model.state_dict().items()}
+    save_file(weights, folder / WEIGHTS_FILE)
+    flag_values = vars(exported_model.recipe).items()
+    used_flags = {flag: value for flag, value in flag_values if f"recipe.{flag}" in model_code}
+    model_py = MODEL_PY_TEMPLATE.render(script=exported_model.script.__name__, model=model_code)
+    (folder / CODE_FILE).write_text(model_py)
     return {
-        "architecture": type(exported.model).__name__,
-        "num_classes": len(exported.classes),
-        "label_names": exported.classes,
-        "recipe": recipe,
-        **exported.preprocessing_settings,
+        "architecture": type(exported_model.model).__name__,
+        "num_classes": len(exported_model.classes),
+        "label_names": exported_model.classes,
+        "recipe": used_flags,
+        **exported_model.preprocessing_settings,
     }
 
 
-def check_reloaded(exported: Exported, folder: Path) -> None:
+def check_reloaded(exported_model: ExportedModel, folder: Path) -> None:
     """Load the exported model as a user would, and raise ValueError unless the logits are bitwise identical.
 
     Loading fails if the script's Model section uses names that model.py does not import from torch.
     """
-    if exported.is_timm_model:
+    if exported_model.is_timm_model:
         import timm
 
-        loaded = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+        reloaded_model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     else:
         try:
             sys.dont_write_bytecode = True  # don't write __pycache__ into the exported folder
-            loaded = load_script(folder / CODE).load(folder)
+            reloaded_model = load_script(folder / CODE_FILE).load(folder)
         except NameError as error:
             problem = f"the Model section uses {error.name}. {MOVE_ADVICE}"
-            raise ValueError(f"{exported.script.__file__}: {problem}") from None
+            raise ValueError(f"{exported_model.script.__file__}: {problem}") from None
     with torch.inference_mode():
-        if not torch.equal(loaded(exported.sample), exported.model(exported.sample)):
+        original_logits = exported_model.model(exported_model.sample_inputs)
+        if not torch.equal(reloaded_model(exported_model.sample_inputs), original_logits):
             raise ValueError("the export failed, because the reloaded model computes different logits")
 
 
-def write_onnx(exported: Exported, config: dict[str, Any], file: Path) -> None:
+def write_onnx(exported_model: ExportedModel, config_json: dict[str, Any], onnx_file: Path) -> None:
     """Write the model as an ONNX file for any batch size.
 
     The metadata contains preprocessing and class names.
     """
-    batch = torch.export.Dim("batch", min=1)
-    program = torch.onnx.export(
-        exported.model,
-        (exported.sample,),
+    batch_dimension = torch.export.Dim("batch", min=1)
+    onnx_program = torch.onnx.export(
+        exported_model.model,
+        (exported_model.sample_inputs,),
         dynamo=True,
         input_names=["images"],
         output_names=["logits"],
-        dynamic_shapes=({0: batch},),
-        opset_version=OPSET,
+        dynamic_shapes=({0: batch_dimension},),
+        opset_version=ONNX_OPSET,
         verbose=False,
     )
-    assert program is not None
-    metadata = exported.preprocessing_settings | {"label_names": exported.classes}
-    metadata["architecture"] = config["architecture"]
-    program.model.metadata_props.update({name: json.dumps(value) for name, value in metadata.items()})
-    program.save(file, external_data=False)
+    assert onnx_program is not None
+    metadata = exported_model.preprocessing_settings | {"label_names": exported_model.classes}
+    metadata["architecture"] = config_json["architecture"]
+    onnx_program.model.metadata_props.update({key: json.dumps(value) for key, value in metadata.items()})
+    onnx_program.save(onnx_file, external_data=False)
 
 
-def check_onnx(exported: Exported, file: Path, bound: float) -> None:
-    """Raise ValueError if logits from ONNX Runtime and from PyTorch differ by more than `bound`."""
+def check_onnx(exported_model: ExportedModel, onnx_file: Path, max_difference: float) -> None:
+    """Raise ValueError if logits from ONNX Runtime and from PyTorch differ by more than `max_difference`."""
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
-    for images in (exported.sample, exported.sample[:1]):
-        (logits,) = session.run(["logits"], {"images": images.numpy()})
+    session = onnxruntime.InferenceSession(onnx_file, providers=["CPUExecutionProvider"])
+    for images in (exported_model.sample_inputs, exported_model.sample_inputs[:1]):
+        (onnx_logits,) = session.run(["logits"], {"images": images.numpy()})
         with torch.inference_mode():
-            difference = float((torch.from_numpy(logits) - exported.model(images)).abs().max())
-        if not difference <= bound:
+            torch_logits = exported_model.model(images)
+            difference = float((torch.from_numpy(onnx_logits) - torch_logits).abs().max())
+        if not difference <= max_difference:
             problem = f"the logits from ONNX Runtime and PyTorch differ by {difference:.1e}"
-            raise ValueError(f"{problem}, which exceeds {bound:g}")
+            raise ValueError(f"{problem}, which exceeds {max_difference:g}")

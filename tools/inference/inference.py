@@ -66,10 +66,10 @@ class Inference:
 
         Each process loads the entire model under every strategy.
         """
-        setting_names = ["per_device_batch_size", "mixed_precision", "deterministic"]
-        setting_names += ["deepspeed_config", "timeout_s"]
-        settings: dict[str, Any] = {name: getattr(self, name) for name in setting_names}
-        return start(Job(batch_size=self.per_device_batch_size * world_size(), compile="no", **settings))
+        job_setting_names = ["per_device_batch_size", "mixed_precision", "deterministic"]
+        job_setting_names += ["deepspeed_config", "timeout_s"]
+        job_settings: dict[str, Any] = {name: getattr(self, name) for name in job_setting_names}
+        return start(Job(batch_size=self.per_device_batch_size * world_size(), compile="no", **job_settings))
 
     @contextlib.contextmanager
     def trained(
@@ -87,25 +87,27 @@ class Inference:
         """
         with tempfile.TemporaryDirectory(prefix="inference-") as scratch:
 
-            def look(heartbeat: Heartbeat) -> tuple[dict[str, Any], Any]:
-                return dataclasses.asdict(self._find(location, Path(scratch), heartbeat)), list_inputs()
+            def find_model_and_list_inputs(heartbeat: Heartbeat) -> tuple[dict[str, Any], Any]:
+                return dataclasses.asdict(self._find_model(location, Path(scratch), heartbeat)), list_inputs()
 
-            fields, inputs = once(accelerator, "model", look, self.timeout_s)
-            yield TrainedModel(**fields), inputs, Path(scratch)
+            model_fields, inputs = once(accelerator, "model", find_model_and_list_inputs, self.timeout_s)
+            yield TrainedModel(**model_fields), inputs, Path(scratch)
 
-    def _find(self, location: str, scratch: Path, heartbeat: Heartbeat) -> TrainedModel:
+    def _find_model(self, location: str, scratch: Path, heartbeat: Heartbeat) -> TrainedModel:
         """Find the model in files, or download a timm model's weights from the Hugging Face Hub."""
         if self.pretrained or (is_hub_name(location) and not Path(location).exists()):
-            name = timm_name(location)
-            trained = find_model(str(download(name)), self.which, scratch, heartbeat)
-            return dataclasses.replace(trained, name=f"timm/{name}", reports=f"validation/{name}")
+            timm_model_name = timm_name(location)
+            trained_model = find_model(str(download(timm_model_name)), self.which, scratch, heartbeat)
+            return dataclasses.replace(
+                trained_model, name=f"timm/{timm_model_name}", reports=f"validation/{timm_model_name}"
+            )
         if "://" not in location and not Path(location).exists():
             remedy = "To use a timm model with this name, add --pretrained."
             raise ValueError(f"{location} does not exist. {remedy}")
-        trained = find_model(location, self.which, scratch, heartbeat)
-        if self.model and not self.script and trained.recipe is None:
-            return as_timm_model(trained, timm_name(self.model))
-        return trained
+        trained_model = find_model(location, self.which, scratch, heartbeat)
+        if self.model and not self.script and trained_model.recipe is None:
+            return as_timm_model(trained_model, timm_name(self.model))
+        return trained_model
 
     def finish(self, accelerator: Accelerator, report: Callable[[], None]) -> None:
         """Call report() on the main process and end the job. All processes must call this method."""
@@ -115,7 +117,7 @@ class Inference:
 
 
 def preprocessing_of(
-    trained: TrainedModel, script: ModuleType, recipe: ImageRecipe, model: nn.Module
+    trained_model: TrainedModel, script: ModuleType, recipe: ImageRecipe, model: nn.Module
 ) -> DataConfig:
     """Return the model's input preprocessing.
 
@@ -123,21 +125,23 @@ def preprocessing_of(
     Flags override the result. Files from earlier versions of this project contain no preprocessing, because
     all models used the same crop.
     """
-    if trained.recipe is None and not hasattr(script, "MEAN"):  # the file contains only weights
+    if trained_model.recipe is None and not hasattr(script, "MEAN"):  # the file contains only weights
         return data_config_of(model, recipe)
     mean, std = normalisation(script, model)
-    return data_config({"mean": mean, "std": std} | (trained.preprocessing or {}), recipe)
+    return data_config({"mean": mean, "std": std} | (trained_model.preprocessing or {}), recipe)
 
 
-def evaluated_split(split: Split, trained: TrainedModel) -> Split:
+def evaluated_split(split: Split, trained_model: TrainedModel) -> Split:
     """Return the split, cropped if the model was evaluated on crops, even if all images are the same size."""
-    return CroppedSplit(split) if trained.cropped and isinstance(split, ArraySplit) else split
+    return CroppedSplit(split) if trained_model.cropped and isinstance(split, ArraySplit) else split
 
 
 def pixels_of(split: Split, ids: np.ndarray, recipe: ImageRecipe, crop: Crop) -> Tensor:
     """Return the pixels of the images with these ids as uint8 [n, H, W, 3], before normalisation."""
-    size, seed = recipe.image_size, recipe.seed
-    batches = split.batches([(0, ids)], device="cpu", train=False, size=size, seed=seed, workers=0, crop=crop)
+    image_size, seed = recipe.image_size, recipe.seed
+    batches = split.batches(
+        [(0, ids)], device="cpu", train=False, size=image_size, seed=seed, workers=0, crop=crop
+    )
     return next(iter(batches)).images
 
 
@@ -152,13 +156,13 @@ def record_head_inputs(model: Any) -> list[np.ndarray]:
     linear_layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
     head = model.get_classifier() if hasattr(model, "get_classifier") else linear_layers[-1]
     head = head[0] if isinstance(head, tuple) else head
-    features: list[np.ndarray] = []
+    head_inputs: list[np.ndarray] = []
 
-    def keep_input(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        features.append(inputs[0].flatten(1).float().cpu().numpy())
+    def keep_head_input(_: nn.Module, layer_inputs: tuple[Tensor, ...]) -> None:
+        head_inputs.append(layer_inputs[0].flatten(1).float().cpu().numpy())
 
-    head.register_forward_pre_hook(keep_input)
-    return features
+    head.register_forward_pre_hook(keep_head_input)
+    return head_inputs
 
 
 def without_local_rank(words: list[str]) -> list[str]:

@@ -32,37 +32,37 @@ def find_pictures(arguments: Sequence[str]) -> list[str]:
     Raises:
         ValueError: If a folder contains no images, a pattern matches no files, or no files are specified.
     """
-    files: list[str] = []
-    left_out = IgnoredFiles()
+    image_files: list[str] = []
+    ignored_files = IgnoredFiles()
     for argument in arguments:
         if argument == "-":
-            files += [path_line.rstrip("\r\n") for path_line in sys.stdin if path_line.strip()]
+            image_files += [path_line.rstrip("\r\n") for path_line in sys.stdin if path_line.strip()]
         elif os.path.isdir(argument):
-            images = [os.path.join(argument, name) for name in list_images(Path(argument), left_out)]
+            images = [os.path.join(argument, name) for name in list_images(Path(argument), ignored_files)]
             if not images:
-                other_files = f", but {left_out}" if left_out.counts else ""
+                other_files = f", but {ignored_files}" if ignored_files.counts else ""
                 raise ValueError(f"{argument} contains no images{other_files}. Pass a folder with images")
-            files += images
+            image_files += images
         elif glob.has_magic(argument) and not os.path.exists(argument):
             matches = sorted(name for name in glob.glob(argument, recursive=True) if os.path.isfile(name))
             if not matches:
                 raise ValueError(f"the pattern {argument} matches no files")
-            files += matches
+            image_files += matches
         else:
-            files.append(argument)
-    if not files:
+            image_files.append(argument)
+    if not image_files:
         raise ValueError(
             "no images were specified. Pass files, folders, glob patterns, or - to read a list from stdin"
         )
-    if left_out.counts:
-        log.warning(f"ignored files: {left_out}")
-    return list(dict.fromkeys(files))
+    if ignored_files.counts:
+        log.warning(f"ignored files: {ignored_files}")
+    return list(dict.fromkeys(image_files))
 
 
 class Preprocessing(NamedTuple):
     """Settings that determine how an image is converted to the model's input."""
 
-    size: int
+    image_size: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
     is_cropped: bool  # True applies `crop`; False resizes the whole image
@@ -78,16 +78,18 @@ class Pictures(Dataset[tuple[int, Tensor | str]]):
     def __len__(self) -> int:
         return len(self.files)
 
-    def __getitem__(self, index: int) -> tuple[int, Tensor | str]:
-        size, mean, std, is_cropped, crop = self.preprocessing
+    def __getitem__(self, image_id: int) -> tuple[int, Tensor | str]:
+        image_size, mean, std, is_cropped, crop = self.preprocessing
         try:
-            pixels = decode_image(retried(Path(self.files[index]).read_bytes)())  # uint8 [H, W, 3]
-        except OSError as error:
-            return index, error.strerror or str(error)
-        except ValueError as error:
-            return index, str(error)
-        pixels = np.ascontiguousarray(evaluation_crop(pixels, size, crop)) if is_cropped else pixels
-        return index, to_float(torch.from_numpy(pixels)[None], mean, std, size, crop.enlargement)[0]
+            read_image_file = retried(Path(self.files[image_id]).read_bytes)
+            pixels = decode_image(read_image_file())  # uint8 [H, W, 3]
+        except OSError as read_error:
+            return image_id, read_error.strerror or str(read_error)
+        except ValueError as decode_error:
+            return image_id, str(decode_error)
+        pixels = np.ascontiguousarray(evaluation_crop(pixels, image_size, crop)) if is_cropped else pixels
+        batch_of_one = torch.from_numpy(pixels)[None]
+        return image_id, to_float(batch_of_one, mean, std, image_size, crop.enlargement)[0]
 
 
 class PictureBatch(NamedTuple):
@@ -99,17 +101,19 @@ class PictureBatch(NamedTuple):
 
 
 def picture_batches(
-    pictures: Pictures, ids: Sequence[int], size: int, workers: int
+    pictures: Pictures, ids: Sequence[int], batch_size: int, workers: int
 ) -> Iterator[PictureBatch]:
-    """Yield batches of up to `size` images in the order of `ids`, decoded in `workers` processes."""
-    batches = [list(ids[start : start + size]) for start in range(0, len(ids), size)]
+    """Yield batches of up to `batch_size` images in the order of `ids`, decoded in `workers` processes."""
+    batch_ids = [list(ids[start : start + batch_size]) for start in range(0, len(ids), batch_size)]
     options: dict[str, Any] = {"worker_init_fn": start_worker} if workers else {}
-    loader = DataLoader(pictures, batch_sampler=batches, num_workers=workers, collate_fn=_collate, **options)
+    options |= {"num_workers": workers, "collate_fn": _collate_pictures}
+    loader = DataLoader(pictures, batch_sampler=batch_ids, **options)
     yield from while_workers_live(loader)
 
 
-def _collate(items: list[tuple[int, Tensor | str]]) -> PictureBatch:
-    intact = [(index, content) for index, content in items if isinstance(content, Tensor)]
-    broken = [(index, content) for index, content in items if isinstance(content, str)]
-    inputs = torch.stack([content for _, content in intact]) if intact else torch.empty(0)
-    return PictureBatch(np.array([index for index, _ in intact], np.int64), inputs, broken)
+def _collate_pictures(items: list[tuple[int, Tensor | str]]) -> PictureBatch:
+    readable = [(image_id, content) for image_id, content in items if isinstance(content, Tensor)]
+    readable_ids = np.array([image_id for image_id, _ in readable], np.int64)
+    inputs = torch.stack([model_input for _, model_input in readable]) if readable else torch.empty(0)
+    broken = [(image_id, message) for image_id, message in items if isinstance(message, str)]
+    return PictureBatch(readable_ids, inputs, broken)

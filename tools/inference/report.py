@@ -13,98 +13,110 @@ from onecurve.system.files import write_csv, write_text
 from onecurve.system.paths import ROOT
 from onecurve.upstream.packages_ import import_evaluate
 
-METRICS = ("classification", "top_k", "calibration")  # module names in tools/inference/metrics/
-TOP_CLASSES, CALIBRATION_BINS, WORST_IMAGES = 5, 15, 24
+METRIC_MODULES = ("classification", "top_k", "calibration")  # module names in tools/inference/metrics/
+TOP_CLASSES = 5  # number of most probable classes in the top-5 accuracy
+CALIBRATION_BINS = 15
+WORST_IMAGES = 24  # maximum number of images in worst.png
 TIMED_IMAGES = 1000  # minimum number of images for reporting throughput, because decoders need time to start
 PRINTED_CLASSES = 20  # maximum number of classes for which all classes and the confusion matrix are printed
 WORST_CLASSES = 10  # number of printed classes if there are more than PRINTED_CLASSES classes
 MAX_NAME_CHARACTERS = 24  # maximum number of printed characters in a class name
-PER_CLASS = ("precision", "recall", "f1", "specificity", "support")
+CLASS_METRICS = ("precision", "recall", "f1", "specificity", "support")
 FILES = ("worst.png", "confusion.png", "predictions.csv", "report.json")
-COLUMNS = ("id", "file", "label", "predicted", "probability")  # columns of predictions.csv, keys of "worst"
+# Columns of predictions.csv, and keys of the entries in "worst"
+PREDICTION_COLUMNS = ("id", "file", "label", "predicted", "probability")
 
 Rows = dict[str, np.ndarray]  # arrays id, label, predicted, loss and probability [n], and top [n, k]
 
 
-def measure(rows: Rows, name_of: NameLookup, classes: int, scratch: Path) -> dict[str, Any]:
+def measure(predictions: Rows, name_of: NameLookup, class_count: int, scratch: Path) -> dict[str, Any]:
     """Compute the report's metrics with the modules in tools/inference/metrics/.
 
     Args:
-        rows: Predictions. rows["id"] contains positions in the stored split.
+        predictions: Arrays by name. predictions["id"] contains positions in the stored split.
         name_of: Function that maps a position in the stored split to the image's file name.
-        classes: Number of classes.
+        class_count: Number of classes.
         scratch: Folder for copies of the metric modules.
     """
     classification, top_k, calibration = load_metrics(scratch)
-    pairs = {"predictions": rows["predicted"], "references": rows["label"]}
-    by_class = classification.compute(**pairs, classes=classes)
-    confusion = {"confusion": by_class["confusion"]} if "confusion" in by_class else {}
+    labels, predicted_classes = predictions["label"], predictions["predicted"]
+    predicted_and_true = {"predictions": predicted_classes, "references": labels}
+    class_scores = classification.compute(**predicted_and_true, class_count=class_count)
+    confusion = {"confusion": class_scores["confusion"]} if "confusion" in class_scores else {}
     if not confusion:
         from onecurve.run.evaluation import frequent_mistakes  # imports torch
 
-        confusion = {"mistakes": frequent_mistakes(rows["label"], rows["predicted"], classes)}
-    mistakes = np.flatnonzero(rows["predicted"] != rows["label"])
-    worst = mistakes[np.argsort(-rows["probability"][mistakes], kind="stable")][:WORST_IMAGES]
+        confusion = {"mistakes": frequent_mistakes(labels, predicted_classes, class_count)}
+    probabilities, mistakes = predictions["probability"], np.flatnonzero(predicted_classes != labels)
+    most_confident_first = np.argsort(-probabilities[mistakes], kind="stable")
+    worst_positions = mistakes[most_confident_first][:WORST_IMAGES]
+    worst_rows = _image_rows(predictions, name_of, worst_positions)
     return {
-        "images": len(rows["id"]),
-        "loss": float(rows["loss"].mean()),
-        "top1": by_class["accuracy"],
-        "top5": top_k.compute(predictions=rows["top"], references=rows["label"])["top_k"],
-        **calibration.compute(**pairs, probabilities=rows["probability"], bins=CALIBRATION_BINS),
-        "per_class": {name: by_class[name] for name in PER_CLASS},
+        "images": len(predictions["id"]),
+        "loss": float(predictions["loss"].mean()),
+        "top1": class_scores["accuracy"],
+        "top5": top_k.compute(predictions=predictions["top"], references=labels)["top_k"],
+        **calibration.compute(**predicted_and_true, probabilities=probabilities, bin_count=CALIBRATION_BINS),
+        "per_class": {metric: class_scores[metric] for metric in CLASS_METRICS},
         **confusion,
-        "worst": [dict(zip(COLUMNS, cells, strict=True)) for cells in _image_rows(rows, name_of, worst)],
+        "worst": [dict(zip(PREDICTION_COLUMNS, row, strict=True)) for row in worst_rows],
     }
 
 
 def _image_rows(
-    rows: Rows, name_of: NameLookup, selected: np.ndarray | slice = slice(None)
+    predictions: Rows, name_of: NameLookup, selected: np.ndarray | slice = slice(None)
 ) -> Iterator[tuple[Any, ...]]:
-    """Yield one tuple with the values of COLUMNS for each selected row."""
-    columns = [rows[name][selected].tolist() for name in COLUMNS if name != "file"]
-    for position, *cells in zip(*columns, strict=True):
-        yield position, name_of(position), *cells
+    """Yield one tuple with the values of PREDICTION_COLUMNS for each selected row."""
+    columns = [predictions[column][selected].tolist() for column in PREDICTION_COLUMNS if column != "file"]
+    for image_id, *cells in zip(*columns, strict=True):
+        yield image_id, name_of(image_id), *cells
 
 
 def load_metrics(scratch: Path) -> list[Any]:
-    """Load the modules in METRICS with the `evaluate` package, which copies them to `scratch`."""
+    """Load the modules in METRIC_MODULES with the `evaluate` package, which copies them to `scratch`."""
     evaluate = import_evaluate(scratch)
-    modules = [str(ROOT / "tools" / "inference" / "metrics" / name) for name in METRICS]
-    return [evaluate.load(module, keep_in_memory=True, cache_dir=str(scratch)) for module in modules]
+    module_folders = [str(ROOT / "tools" / "inference" / "metrics" / metric) for metric in METRIC_MODULES]
+    return [evaluate.load(folder, keep_in_memory=True, cache_dir=str(scratch)) for folder in module_folders]
 
 
 def write_report(
-    folder: Path, summary: dict[str, Any], rows: Rows, name_of: NameLookup, worst: np.ndarray, title: str
+    folder: Path,
+    summary: dict[str, Any],
+    rows: Rows,
+    name_of: NameLookup,
+    worst_pixels: np.ndarray,
+    title: str,
 ) -> None:
     """Write each file in FILES atomically.
 
-    `worst` contains the worst mistakes' images, uint8 [n, H, W, 3].
+    `worst_pixels` contains the worst mistakes' images, uint8 [n, H, W, 3].
     """
     from onecurve.run import plots
 
     classes = summary["classes"]
     captions = []
-    for image in summary["worst"]:
-        name = plots.file_caption(image["file"]) or f"id {image['id']}"
-        label, predicted_class = classes[image["label"]], classes[image["predicted"]]
-        captions.append(f"{name}\n{plots.prediction_caption(label, predicted_class, image['probability'])}")
+    for mistake in summary["worst"]:
+        image_name = plots.file_caption(mistake["file"]) or f"id {mistake['id']}"
+        label, predicted_class = classes[mistake["label"]], classes[mistake["predicted"]]
+        caption = plots.prediction_caption(label, predicted_class, mistake["probability"])
+        captions.append(f"{image_name}\n{caption}")
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".half-", dir=folder) as temporary:
-        worst_png, confusion_png, predictions_csv, report_json = (Path(temporary) / name for name in FILES)
-        plots.draw_image_sheet(worst_png, worst, captions, f"{title}: most confident mistakes")
-        headline = f"{title}: top-1 {summary['top1']:.4f}"
-        plots.draw_confusion(confusion_png, summary, headline)
+        report_paths = (Path(temporary) / file_name for file_name in FILES)
+        worst_png, confusion_png, predictions_csv, report_json = report_paths
+        plots.draw_image_sheet(worst_png, worst_pixels, captions, f"{title}: most confident mistakes")
+        plots.draw_confusion(confusion_png, summary, f"{title}: top-1 {summary['top1']:.4f}")
         prediction_rows = (
             (image_id, file, classes[label], classes[predicted_class], f"{probability:.6f}")
             for image_id, file, label, predicted_class, probability in _image_rows(rows, name_of)
         )
-        write_csv(predictions_csv, [COLUMNS, *prediction_rows])
+        write_csv(predictions_csv, [PREDICTION_COLUMNS, *prediction_rows])
         # Write one line per key, because json.dumps with indentation writes a million lines for 1,000
         # classes.
-        lines = [f'"{key}": {json.dumps(value)}' for key, value in summary.items()]
-        write_text(report_json, "{\n" + ",\n".join(lines) + "\n}\n")
-        for name in FILES:
-            (Path(temporary) / name).replace(folder / name)
+        json_lines = [f'"{key}": {json.dumps(value)}' for key, value in summary.items()]
+        write_text(report_json, "{\n" + ",\n".join(json_lines) + "\n}\n")
+        for file_name in FILES:
+            (Path(temporary) / file_name).replace(folder / file_name)
 
 
 def print_report(summary: dict[str, Any], title: str) -> None:
@@ -112,8 +124,9 @@ def print_report(summary: dict[str, Any], title: str) -> None:
     from rich.console import Console
 
     console = Console(markup=False, highlight=False)
-    classes, per_class = [name[:MAX_NAME_CHARACTERS] for name in summary["classes"]], summary["per_class"]
-    overview = [
+    classes = [name[:MAX_NAME_CHARACTERS] for name in summary["classes"]]
+    per_class = summary["per_class"]
+    overview_rows = [
         ("images", f"{summary['images']:,}"),
         ("top-1 accuracy", f"{summary['top1']:.4f}"),
         ("top-5 accuracy", f"{summary['top5']:.4f}"),
@@ -123,45 +136,53 @@ def print_report(summary: dict[str, Any], title: str) -> None:
         *[("throughput", f"{summary['images_per_s']:,.0f} images/s")] * (summary["images"] >= TIMED_IMAGES),
         ("processes", f"{summary['processes']} x {summary['device']}"),
     ]
-    console.print(rich_table(title, ["metric", "value"], overview))
+    console.print(rich_table(title, ["metric", "value"], overview_rows))
     shows_all = len(classes) <= PRINTED_CLASSES
-    with_images = [index for index, images in enumerate(per_class["support"]) if images]
-    by_f1 = sorted(with_images, key=lambda index: per_class["f1"][index])
-    formats = {name: "{:,}" if name == "support" else "{:.4f}" for name in PER_CLASS}
-    rows = [
-        (classes[index], *(text.format(per_class[name][index]) for name, text in formats.items()))
-        for index in (range(len(classes)) if shows_all else by_f1[:WORST_CLASSES])
-    ]
-    heading = "metrics by class" if shows_all else f"metrics of the {len(rows)} classes with the lowest F1"
-    console.print(rich_table(heading, ["class", *PER_CLASS], rows))
+    evaluated_classes = [index for index, image_count in enumerate(per_class["support"]) if image_count]
+    lowest_f1_first = sorted(evaluated_classes, key=lambda index: per_class["f1"][index])
+    printed_classes = range(len(classes)) if shows_all else lowest_f1_first[:WORST_CLASSES]
+    class_rows = []
+    for label in printed_classes:
+        scores = {metric: per_class[metric][label] for metric in CLASS_METRICS}
+        score_texts = [f"{score:{',' if metric == 'support' else '.4f'}}" for metric, score in scores.items()]
+        class_rows.append((classes[label], *score_texts))
+    lowest_f1_heading = f"metrics of the {len(class_rows)} classes with the lowest F1"
+    heading = "metrics by class" if shows_all else lowest_f1_heading
+    console.print(rich_table(heading, ["class", *CLASS_METRICS], class_rows))
     if mistakes := summary.get("mistakes"):
-        pairs = [(classes[true], classes[predicted], f"{count:,}") for true, predicted, count in mistakes]
-        console.print(rich_table("most frequently confused classes", ["true", "predicted", "images"], pairs))
+        mistake_rows = [
+            (classes[true], classes[predicted], f"{count:,}") for true, predicted, count in mistakes
+        ]
+        heading = "most frequently confused classes"
+        console.print(rich_table(heading, ["true", "predicted", "images"], mistake_rows))
     if not shows_all:
         return
-    counts = enumerate(summary["confusion"])
-    confusion_rows = [(f"{index} {classes[index]}", *map(str, row)) for index, row in counts]
-    columns = ["true", *map(str, range(len(classes)))]
-    matrix = rich_table("confusion matrix with one row per true class", columns, confusion_rows)
-    if console.measure(matrix, options=console.options.update(max_width=10_000)).maximum <= console.width:
-        console.print(matrix)
+    confusion_rows = [
+        (f"{label} {classes[label]}", *map(str, counts)) for label, counts in enumerate(summary["confusion"])
+    ]
+    matrix_columns = ["true", *map(str, range(len(classes)))]
+    matrix_title = "confusion matrix with one row per true class"
+    matrix_table = rich_table(matrix_title, matrix_columns, confusion_rows)
+    unlimited_width = console.options.update(max_width=10_000)
+    if console.measure(matrix_table, options=unlimited_width).maximum <= console.width:
+        console.print(matrix_table)
 
 
 def preprocessing_text(summary: dict[str, Any]) -> str:
     """Return a short description of the model's input preprocessing."""
-    preprocessing, crop = summary["preprocessing"], "whole"
+    preprocessing, crop_text = summary["preprocessing"], "whole"
     if summary["cropped"]:
-        crop = f"crop {preprocessing['crop_pct']:g} {preprocessing['crop_mode']}"
-    return f"{preprocessing['image_size']} pixels, {preprocessing['interpolation']}, {crop}"
+        crop_text = f"crop {preprocessing['crop_pct']:g} {preprocessing['crop_mode']}"
+    return f"{preprocessing['image_size']} pixels, {preprocessing['interpolation']}, {crop_text}"
 
 
-def rich_table(title: str, columns: list[str], rows: Iterable[tuple[str, ...]]) -> Any:
+def rich_table(title: str, headings: list[str], rows: Iterable[tuple[str, ...]]) -> Any:
     """Return a rich Table. All columns except the first are right-aligned."""
     from rich import box
     from rich.table import Column, Table
 
-    right_columns = (Column(name, justify="right", no_wrap=True) for name in columns[1:])
-    table = Table(columns[0], *right_columns, title=title, box=box.SIMPLE, pad_edge=False)
-    for row in rows:
-        table.add_row(*row)
+    right_aligned_columns = (Column(heading, justify="right", no_wrap=True) for heading in headings[1:])
+    table = Table(headings[0], *right_aligned_columns, title=title, box=box.SIMPLE, pad_edge=False)
+    for cells in rows:
+        table.add_row(*cells)
     return table

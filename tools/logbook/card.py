@@ -13,73 +13,80 @@ from tools.logbook.markdown import code_span, render
 from tools.logbook.run_record import RunRecord, flag_text, recipe_change
 
 if TYPE_CHECKING:  # tools must not import each other at run time
-    from tools.inference.exported import Exported
+    from tools.inference.exported import ExportedModel
 
-MOST_CLASSES = 100  # maximum number of classes for a table with one row per class
+MAX_CLASS_ROWS = 100  # maximum number of classes for a table with one row per class
 
 
-def model_card(name: str, exported: "Exported", config: dict[str, Any]) -> str:
-    """Return the model card as Markdown with Hub metadata. `config` is the content of config.json."""
-    folder = run_folder(exported.trained.weights)
-    run = None
+def model_card(model_name: str, exported_model: "ExportedModel", config_json: dict[str, Any]) -> str:
+    """Return the model card as Markdown with Hub metadata. `config_json` is the content of config.json."""
+    trained_run_folder = run_folder(exported_model.trained.weights)
+    run: RunRecord | None = None
     with contextlib.suppress(ValueError, OSError):
-        run = RunRecord(folder) if folder else None
-    trained_recipe = (exported.trained.recipe or {}).items()
-    recipe = {name: flag_text(value) for name, value in trained_recipe if value is not None}
+        run = RunRecord(trained_run_folder) if trained_run_folder else None
+    flag_values = (exported_model.trained.recipe or {}).items()
+    text_by_flag = {flag: flag_text(value) for flag, value in flag_values if value is not None}
     # State the run's data even if --data differs now, because the accuracy was measured on the run's data.
-    data = _public_name(recipe.get("data", exported.recipe.data)).removeprefix("hub:")
-    metadata = _metadata(name, exported, run, data)
+    data_path = text_by_flag.get("data", exported_model.recipe.data)
+    data_name = _public_part(data_path).removeprefix("hub:")
+    metadata = _hub_metadata(model_name, exported_model, run, data_name)
+    recipe_rows = [
+        [code_span(flag), code_span(_public_part(text))] for flag, text in sorted(text_by_flag.items())
+    ]
     return render(
         "card.md.j2",
-        name=name,
+        name=model_name,
         metadata=Markup(yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)),
-        architecture=config["architecture"],
-        parameters=sum(parameter.numel() for parameter in exported.model.parameters()),
-        image_size=exported.recipe.image_size,
-        classes=len(exported.classes),
-        script=f"{exported.script.__name__}.py",
+        architecture=config_json["architecture"],
+        parameters=sum(parameter.numel() for parameter in exported_model.model.parameters()),
+        image_size=exported_model.recipe.image_size,
+        classes=len(exported_model.classes),
+        script=f"{exported_model.script.__name__}.py",
         run=run,
-        step=exported.trained.step,
-        data=data,
-        is_timm_model=exported.is_timm_model,
-        recipe_changes=_recipe_changes(run, exported.trained.step or 0) if run else [],
-        recipe=[[code_span(name), code_span(_public_name(recipe[name]))] for name in sorted(recipe)],
-        **(_accuracies(exported, run) if run else {}),
+        step=exported_model.trained.step,
+        data=data_name,
+        is_timm_model=exported_model.is_timm_model,
+        recipe_changes=_recipe_changes(run, exported_model.trained.step or 0) if run else [],
+        recipe=recipe_rows,
+        **(_accuracy_values(exported_model, run) if run else {}),
     )
 
 
-def run_folder(weights: str) -> Path | None:
+def run_folder(weights_path: str) -> Path | None:
     """Return the run folder that contains the checkpoint, or None if the weights are not in a checkpoint."""
-    checkpoints = Path(weights).absolute().parent.parent
-    return checkpoints.parent if checkpoints.name == "checkpoints" else None
+    checkpoints_folder = Path(weights_path).absolute().parent.parent
+    return checkpoints_folder.parent if checkpoints_folder.name == "checkpoints" else None
 
 
-def _raw_accuracy(exported: "Exported") -> float | None:
+def _raw_accuracy(exported_model: "ExportedModel") -> float | None:
     """Return the accuracy of raw weights that were saved next to an EMA, or None for other weights.
 
     The run's other results use the EMA.
     """
-    file = Path(exported.trained.weights)
-    is_raw = file.name == MODEL_FILE and file.with_name(EMA_FILE).exists()
-    return exported.trained.accuracy if is_raw else None
+    weights_file = Path(exported_model.trained.weights)
+    has_raw_weights = weights_file.name == MODEL_FILE and weights_file.with_name(EMA_FILE).exists()
+    return exported_model.trained.accuracy if has_raw_weights else None
 
 
-def _public_name(value: str) -> str:
+def _public_part(name_or_path: str) -> str:
     """Return only the last part of a path or URL, because the rest may be private.
 
     Return Hub names unchanged.
     """
-    return value if value.startswith(("hub:", "hf-hub:")) else value.rstrip("/").rpartition("/")[2]
+    is_hub_name = name_or_path.startswith(("hub:", "hf-hub:"))
+    return name_or_path if is_hub_name else name_or_path.rstrip("/").rpartition("/")[2]
 
 
-def _recipe_changes(run: RunRecord, last: int) -> list[str]:
-    """Return a line for each start before step `last` that changed the recipe."""
-    starts = [start for start in run.kept if start.first < last]
-    changes = [(start.first, recipe_change(start, _public_name)) for start in starts]
-    return [f"step {step:,}: {change}" for step, change in changes if change]
+def _recipe_changes(run: RunRecord, exported_step: int) -> list[str]:
+    """Return a line for each start before the exported step that changed the recipe."""
+    earlier_starts = [start for start in run.kept_starts if start.first < exported_step]
+    changes = [(start.first, recipe_change(start, _public_part)) for start in earlier_starts]
+    return [f"step {first_step:,}: {change}" for first_step, change in changes if change]
 
 
-def _metadata(name: str, exported: "Exported", run: RunRecord | None, data: str) -> dict[str, Any]:
+def _hub_metadata(
+    model_name: str, exported_model: "ExportedModel", run: RunRecord | None, data_name: str
+) -> dict[str, Any]:
     """Return the model card's metadata.
 
     The licence is `unknown`. The accuracy is left out if it covers only part of a split.
@@ -87,56 +94,62 @@ def _metadata(name: str, exported: "Exported", run: RunRecord | None, data: str)
     facts = {} if run is None or run.recipe.get("max_val_images") else run.facts
     metadata: dict[str, Any] = {
         "license": "unknown",
-        "library_name": "timm" if exported.is_timm_model else "pytorch",
+        "library_name": "timm" if exported_model.is_timm_model else "pytorch",
         "pipeline_tag": "image-classification",
         "tags": ["image-classification"],
     }
-    if exported.trained.step == facts.get("best_step") and "best_accuracy" in facts:
-        raw_accuracy = _raw_accuracy(exported)
+    if exported_model.trained.step == facts.get("best_step") and "best_accuracy" in facts:
+        raw_accuracy = _raw_accuracy(exported_model)
         is_tested = "test_accuracy" in facts and raw_accuracy is None
         headline_accuracy = facts["test_accuracy" if is_tested else "best_accuracy"]
-        value = headline_accuracy if raw_accuracy is None else raw_accuracy
-        accuracy = {"type": "accuracy", "value": value}
-        split = facts.get("test_name" if is_tested else "val_name", "val")
-        task, dataset = {"type": "image-classification"}, {"name": data, "type": data, "split": split}
-        result = {"task": task, "dataset": dataset, "metrics": [accuracy]}
-        metadata["model-index"] = [{"name": name, "results": [result]}]
+        accuracy = headline_accuracy if raw_accuracy is None else raw_accuracy
+        metric = {"type": "accuracy", "value": accuracy}
+        split_name = facts.get("test_name" if is_tested else "val_name", "val")
+        dataset = {"name": data_name, "type": data_name, "split": split_name}
+        hub_result = {"task": {"type": "image-classification"}, "dataset": dataset, "metrics": [metric]}
+        metadata["model-index"] = [{"name": model_name, "results": [hub_result]}]
     return metadata
 
 
-def _accuracies(exported: "Exported", run: RunRecord) -> dict[str, Any]:
+def _accuracy_values(exported_model: "ExportedModel", run: RunRecord) -> dict[str, Any]:
     """Return the accuracies and, if a confusion matrix exists for the model's step, per-class metrics."""
-    step, facts, split = exported.trained.step, run.facts, "val"
-    if (raw_accuracy := _raw_accuracy(exported)) is not None:
-        measures = [("accuracy", f"{raw_accuracy:.4f}")]
-        return {"images": run.evaluated_images(), "measures": measures, "by_class": None}
-    values = [pair for line in run.evaluations if line["step"] == step for pair in sorted(line.items())]
-    measures = [(key[4:], f"{value:.4f}") for key, value in values if key.startswith("val/")]
+    step, facts, split = exported_model.trained.step, run.facts, "val"
+    if (raw_accuracy := _raw_accuracy(exported_model)) is not None:
+        metric_rows = [("accuracy", f"{raw_accuracy:.4f}")]
+        return {"images": run.describe_evaluated_images(), "measures": metric_rows, "by_class": None}
+    evaluations = [sorted(evaluation.items()) for evaluation in run.evaluations if evaluation["step"] == step]
+    logged_values = [key_and_value for evaluation in evaluations for key_and_value in evaluation]
+    metric_rows = [
+        (key.removeprefix("val/"), f"{value:.4f}") for key, value in logged_values if key.startswith("val/")
+    ]
     if "test_name" in facts and step == facts.get("best_step"):
         split = "test"
-        measures = [(name, f"{facts[f'test_{name}']:.4f}") for name in ("accuracy", "loss")]
-    weights_path = f"{step_name(step or 0)}/{Path(exported.trained.weights).name}"
-    reports = [report for report in run.reports.values() if not report.get("classes_left_out")]
+        metric_rows = [(metric, f"{facts[f'test_{metric}']:.4f}") for metric in ("accuracy", "loss")]
+    weights_path = f"{step_name(step or 0)}/{Path(exported_model.trained.weights).name}"
+    reports = [report for report in run.validation_reports.values() if not report.get("classes_left_out")]
     reports = [report for report in reports if report.get("checkpoint", "").endswith(weights_path)]
     matrices = [report for report in reports if report.get("split") == split and "confusion" in report]
-    is_of_step = "confusion" in run.confusion and run.confusion.get("step") == step
-    if is_of_step and ("split" in run.confusion) == (split == "test"):
+    is_matrix_of_step = "confusion" in run.confusion and run.confusion.get("step") == step
+    if is_matrix_of_step and ("split" in run.confusion) == (split == "test"):
         matrices.append(run.confusion)
-    by_class = next((_class_rows(matrix["confusion"], matrix["classes"]) for matrix in matrices), None)
-    return {"images": run.evaluated_images(split), "measures": measures, "by_class": by_class}
+    class_rows = next((_class_rows(matrix["confusion"], matrix["classes"]) for matrix in matrices), None)
+    return {"images": run.describe_evaluated_images(split), "measures": metric_rows, "by_class": class_rows}
 
 
-def _class_rows(confusion: list[list[int]], classes: list[str]) -> list[tuple[str, ...]]:
-    """Return one row per class, or no rows for more than MOST_CLASSES.
+def _class_rows(confusion: list[list[int]], class_names: list[str]) -> list[tuple[str, ...]]:
+    """Return one row per class, or no rows for more than MAX_CLASS_ROWS.
 
     Rows of `confusion` are true classes.
     """
-    if len(classes) > MOST_CLASSES:
+    if len(class_names) > MAX_CLASS_ROWS:
         return []
-    counts = np.asarray(confusion, float)
-    hits, images, predicted = np.diag(counts), counts.sum(1), counts.sum(0)
-    precision = hits / np.maximum(predicted, 1)
+    image_counts = np.asarray(confusion, float)
+    hits, images, predictions = np.diag(image_counts), image_counts.sum(1), image_counts.sum(0)
+    precision = hits / np.maximum(predictions, 1)
     recall = hits / np.maximum(images, 1)
-    f1 = 2 * hits / np.maximum(images + predicted, 1)
-    rows = zip(classes, precision, recall, f1, images, strict=True)
-    return [(name, *(f"{share:.4f}" for share in shares), f"{count:,.0f}") for name, *shares, count in rows]
+    f1 = 2 * hits / np.maximum(images + predictions, 1)
+    scores_and_images = zip(class_names, precision, recall, f1, images, strict=True)
+    return [
+        (name, *(f"{score:.4f}" for score in scores), f"{image_count:,.0f}")
+        for name, *scores, image_count in scores_and_images
+    ]

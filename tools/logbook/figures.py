@@ -1,15 +1,17 @@
 """Log book plots, such as curves, telemetry, confusion matrices, mistakes and comparisons."""
 
 import math
+from collections.abc import Sequence
 from glob import escape
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from onecurve.run.plots import Panel, curves_panel, draw_confusion, draw_panels
 from onecurve.system.files import discard, own_files
 from onecurve.system.text import plural
 from tools.logbook.comparison import Comparison
-from tools.logbook.run_record import RunRecord, read_picture
+from tools.logbook.run_record import RunRecord, read_png_as_rgb
 from tools.logbook.spent import MainProcess, main_processes
 
 
@@ -18,22 +20,23 @@ def draw_run(run: RunRecord, folder: Path) -> list[str]:
     scratch = folder.with_name(f".{folder.name}.tmp")
     discard(scratch)
     scratch.mkdir(parents=True)
-    title = f"{run.model} on {run.data}, {run.where}"
-    for name, rows in {"curves": _curves(run), "telemetry": _telemetry(run)}.items():
-        if rows:
-            draw_panels(scratch / f"{name}.png", rows, title)
-    for name, report in {"training": run.confusion, **run.reports}.items():
+    title = f"{run.model} on {run.data_name}, {run.strategies_and_devices}"
+    panels_by_plot = {"curves": _curve_panels(run), "telemetry": _telemetry_panels(run)}
+    for plot_name, panel_rows in panels_by_plot.items():
+        if panel_rows:
+            draw_panels(scratch / f"{plot_name}.png", panel_rows, title)
+    for name, report in {"training": run.confusion, **run.validation_reports}.items():
         if {"confusion", "mistakes"} & report.keys():
             split = f", {report['split']} split" if "split" in report else ""
             draw_confusion(scratch / f"confusion_{name}.png", report, title + split)
-        for worst in own_files(run.folder, f"validation/{escape(name)}/worst.png"):
+        for worst_images in own_files(run.folder, f"validation/{escape(name)}/worst.png"):
             try:
-                read_picture(worst).save(scratch / f"worst_{name}.png")
+                read_png_as_rgb(worst_images).save(scratch / f"worst_{name}.png")
             except ValueError as error:
-                run.problems.append(f"{worst.relative_to(run.folder)} {error}")
+                run.problems.append(f"{worst_images.relative_to(run.folder)} {error}")
     discard(folder)
     scratch.rename(folder)
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(plot.name for plot in folder.iterdir())
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
@@ -43,100 +46,114 @@ def time_unit(seconds: float) -> tuple[str, float]:
     return ("min", 60) if seconds < 10_000 else ("h", 3600)
 
 
-def _curves(run: RunRecord) -> list[list[Panel]]:
+def _curve_panels(run: RunRecord) -> list[list[Panel]]:
     """Plot loss and accuracy against steps and time, and learning rate and throughput against steps."""
     unit, unit_s = time_unit(max((line["wall_s"] for line in run.metrics), default=0))
-    time = f"time, {unit}"
-    lines = [line | {time: line["wall_s"] / unit_s} for line in run.metrics]
-    loss, accuracy = ("train/loss", "val/loss"), ("val/accuracy", "val/raw_accuracy")
-    rows = [
-        [curves_panel(lines, "step", "loss", loss), curves_panel(lines, time, "loss", loss)],
-        [curves_panel(lines, "step", "accuracy", accuracy), curves_panel(lines, time, "accuracy", accuracy)],
-        [
-            curves_panel(lines, "step", "learning rate", ("train/lr",)),
-            curves_panel(lines, "step", f"{run.unit}/s", ("train/images_per_s",)),
-        ],
+    time_key = f"time, {unit}"
+    lines = [line | {time_key: line["wall_s"] / unit_s} for line in run.metrics]
+    loss_keys, accuracy_keys = ("train/loss", "val/loss"), ("val/accuracy", "val/raw_accuracy")
+    loss_row = [curves_panel(lines, x_key, "loss", loss_keys) for x_key in ("step", time_key)]
+    accuracy_row = [curves_panel(lines, x_key, "accuracy", accuracy_keys) for x_key in ("step", time_key)]
+    throughput_label, throughput_keys = f"{run.unit}/s", ("train/images_per_s",)
+    throughput_row = [
+        curves_panel(lines, "step", "learning rate", ("train/lr",)),
+        curves_panel(lines, "step", throughput_label, throughput_keys),
     ]
-    if over_time := _hosts_over_time(run, time, unit_s):
-        rows.append([over_time, curves_panel(lines, time, f"{run.unit}/s", ("train/images_per_s",))])
-    has_accuracy = bool(rows[1][0].curves)
-    for loss_panel in rows[0]:
+    panel_rows = [loss_row, accuracy_row, throughput_row]
+    if host_count_panel := _host_count_panel(run, time_key, unit_s):
+        throughput_panel = curves_panel(lines, time_key, throughput_label, throughput_keys)
+        panel_rows.append([host_count_panel, throughput_panel])
+    has_accuracy = bool(accuracy_row[0].curves)
+    for loss_panel in loss_row:
         loss_panel.has_log_scale = not has_accuracy  # a regression loss falls by several orders of magnitude
-    return [row for row in rows if row[0].curves]
+    return [row for row in panel_rows if row[0].curves]
 
 
-def _hosts_over_time(run: RunRecord, time: str, unit_s: float) -> Panel | None:
+def _host_count_panel(run: RunRecord, time_label: str, unit_s: float) -> Panel | None:
     """Plot the number of hosts against time. Return None if no host joined or left the job."""
-    changes = run.changes
-    if not changes:
+    host_changes = run.host_changes
+    if not host_changes:
         return None
-    times, hosts = [0.0], [changes[0]["hosts_before"]]
-    for change in changes:
+    times, host_counts = [0.0], [host_changes[0]["hosts_before"]]
+    for change in host_changes:
         times += [change["wall_s"] / unit_s] * 2
-        hosts += [hosts[-1], change["hosts"]]
+        host_counts += [host_counts[-1], change["hosts"]]
     times.append(run.metrics[-1]["wall_s"] / unit_s)
-    return Panel(time, "hosts", {"hosts": (times, [*hosts, hosts[-1]])}, starts_at_zero=True)
+    host_counts.append(host_counts[-1])
+    return Panel(time_label, "hosts", {"hosts": (times, host_counts)}, starts_at_zero=True)
 
 
-def _telemetry(run: RunRecord) -> list[list[Panel]]:
+def _telemetry_panels(run: RunRecord) -> list[list[Panel]]:
     """Plot the utilisation, memory and power of GPUs over time. Plot hosts if there are no GPUs."""
     has_gpus = any(line.get("gpus") for lines in run.telemetry.values() for line in lines)
-    labels = {"cpu_pct": "CPU utilisation, %", "memory_gib": "host memory in use, GiB"}
+    label_by_key = {"cpu_pct": "CPU utilisation, %", "memory_gib": "host memory in use, GiB"}
     if has_gpus:
-        labels = {"utilisation_pct": "GPU utilisation, %", "memory_gib": "GPU memory in use, GiB"}
-        labels |= {"power_w": "power, W"}
+        label_by_key = {"utilisation_pct": "GPU utilisation, %", "memory_gib": "GPU memory in use, GiB"}
+        label_by_key |= {"power_w": "power, W"}
     first_time = min((line["t"] for lines in run.telemetry.values() for line in lines), default=0.0)
     # Runs from earlier versions do not record their main processes.
     processes = main_processes(run) or [MainProcess(first_time, math.inf, 0.0)]
 
-    def seconds_at(t: float) -> float:
-        """Return the run's elapsed seconds at time t, excluding pauses between main processes."""
-        return sum(max(0.0, min(t, process.ended_at) - process.began_at) for process in processes)
+    def training_seconds_at(timestamp: float) -> float:
+        """Return the run's elapsed seconds at a time, excluding pauses between main processes."""
+        durations = (min(timestamp, process.ended_at) - process.began_at for process in processes)
+        return sum(max(0.0, duration) for duration in durations)
 
-    points = [
-        (seconds_at(line["t"]), f"{host}, GPU {device.get('index')}" if has_gpus else host, device)
-        for host, lines in run.telemetry.items()
-        for line in lines
-        if "host" not in line
-        for device in (line.get("gpus", []) if has_gpus else [line])
-    ]
-    unit, unit_s = time_unit(max((seconds for seconds, *_ in points), default=0))
+    samples: list[tuple[float, str, dict[str, Any]]] = []  # seconds, curve name and measured values
+    for host, lines in run.telemetry.items():
+        for line in lines:
+            if "host" in line:  # a process's first line contains no measured values
+                continue
+            seconds = training_seconds_at(line["t"])
+            if has_gpus:
+                gpus = line.get("gpus", [])
+                samples += [(seconds, f"{host}, GPU {gpu.get('index')}", gpu) for gpu in gpus]
+            else:
+                samples.append((seconds, host, line))
+    unit, unit_s = time_unit(max((seconds for seconds, *_ in samples), default=0))
     telemetry_panels = []
-    for name, label in labels.items():
+    for key, label in label_by_key.items():
         curves: dict[str, tuple[list[float], list[float]]] = {}
-        for seconds, curve, device in points:
-            if device.get(name) is not None:
-                times, values = curves.setdefault(curve, ([], []))
+        for seconds, curve_name, measured in samples:
+            if measured.get(key) is not None:
+                times, values = curves.setdefault(curve_name, ([], []))
                 times.append(seconds / unit_s)
-                values.append(device[name])
+                values.append(measured[key])
         telemetry_panels.append(Panel(f"time, {unit}", label, dict(curves), starts_at_zero=True))
-    with_curves = [curves_panel for curves_panel in telemetry_panels if curves_panel.curves]
-    return [with_curves] if with_curves else []
+    panels_with_curves = [panel for panel in telemetry_panels if panel.curves]
+    return [panels_with_curves] if panels_with_curves else []
 
 
 def draw_comparison(comparison: Comparison, file: Path) -> None:
     """Plot each run's accuracy, loss, throughput and total time, or their means over seeds."""
-    first, groups = comparison.runs[0], comparison.groups
+    first_run, groups = comparison.runs[0], comparison.groups
     if groups:
-        members = {f"{group.name} ({plural(len(group.runs), 'run')})": group.runs for group in groups}
-        accuracy = Panel("step", "accuracy, mean over runs")
-        loss = Panel("step", "train/loss, mean over runs")
-        curves = [(accuracy, "val/accuracy", "step", 1.0), (loss, "train/loss", "step", 1.0)]
+        runs_by_name = {f"{group.name} ({plural(len(group.runs), 'run')})": group.runs for group in groups}
+        accuracy_panel = Panel("step", "accuracy, mean over runs")
+        loss_panel = Panel("step", "train/loss, mean over runs")
+        accuracy_x_key, accuracy_x_unit = "step", 1.0
     else:
-        members = {name: (run,) for name, run in zip(comparison.names, comparison.runs, strict=True)}
+        runs_by_name = {name: (run,) for name, run in zip(comparison.names, comparison.runs, strict=True)}
         times = [line["wall_s"] for run in comparison.runs for line in run.metrics]
         unit, unit_s = time_unit(max(times, default=0))
-        accuracy, loss = Panel(f"time, {unit}", "accuracy"), Panel("step", "train/loss")
-        curves = [(accuracy, "val/accuracy", "wall_s", unit_s), (loss, "train/loss", "step", 1.0)]
-    bars = {"images_per_s": Panel(f"{first.unit}/s", ""), "wall_s": Panel("total time, s", "")}
-    for name, runs in members.items():
-        for curve_panel, key, x_key, x_unit in curves:
-            lines = [[line for line in run.metrics if key in line] for run in runs]
-            run_curves = [{line[x_key] / x_unit: line[key] for line in run_lines} for run_lines in lines]
-            if common_x := sorted(set.intersection(*map(set, run_curves))):
-                means = [fmean(curve[x] for curve in run_curves) for x in common_x]
-                curve_panel.curves[name] = (common_x, means)
-        for fact, bar_panel in bars.items():
+        accuracy_panel, loss_panel = Panel(f"time, {unit}", "accuracy"), Panel("step", "train/loss")
+        accuracy_x_key, accuracy_x_unit = "wall_s", unit_s
+    bar_panels = {"images_per_s": Panel(f"{first_run.unit}/s", ""), "wall_s": Panel("total time, s", "")}
+    for name, runs in runs_by_name.items():
+        _add_mean_curve(accuracy_panel, name, runs, "val/accuracy", accuracy_x_key, accuracy_x_unit)
+        _add_mean_curve(loss_panel, name, runs, "train/loss", "step", 1.0)
+        for fact, bar_panel in bar_panels.items():
             if values := [run.facts[fact] for run in runs if fact in run.facts]:
                 bar_panel.bars[name] = fmean(values)
-    draw_panels(file, [[accuracy, loss], list(bars.values())], f"{first.model} on {first.data}")
+    title = f"{first_run.model} on {first_run.data_name}"
+    draw_panels(file, [[accuracy_panel, loss_panel], list(bar_panels.values())], title)
+
+
+def _add_mean_curve(
+    panel: Panel, name: str, runs: Sequence[RunRecord], y_key: str, x_key: str, x_unit: float
+) -> None:
+    """Add the curve of the runs' mean values, at the steps or times that all runs logged."""
+    logged_lines = [[line for line in run.metrics if y_key in line] for run in runs]
+    run_curves = [{line[x_key] / x_unit: line[y_key] for line in lines} for lines in logged_lines]
+    if common_x := sorted(set.intersection(*map(set, run_curves))):
+        panel.curves[name] = (common_x, [fmean(curve[x] for curve in run_curves) for x in common_x])

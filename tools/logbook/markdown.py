@@ -17,6 +17,8 @@ from markupsafe import Markup
 from onecurve.system.text import plural, printable, printable_lines
 
 TEMPLATES = Path(__file__).with_name("templates")
+# Characters that Markdown interprets. An underscore inside a word has no effect.
+SPECIAL_CHARACTERS = re.compile(r"[\\`*\[\]<>&~$|]|(?<!\w)_|_(?!\w)")
 
 
 def render(template: str, **values: Any) -> str:
@@ -32,57 +34,59 @@ def _environment() -> Environment:
         finalize=text,
         undefined=StrictUndefined,
     )
-    filters = (block, bullets, columns, each, folded, formatted, known, link, plural, url)
-    environment.filters |= {function.__name__: function for function in filters}
+    filter_functions = (block, bullets, columns, each, folded, formatted, known, link, plural, url)
+    environment.filters |= {filter_function.__name__: filter_function for filter_function in filter_functions}
     environment.filters |= {"code": code_span, "table": markdown_table}
     return environment
 
 
-def text(value: object) -> Markup:
+def text(content: object) -> Markup:
     """Escape plain text and join its lines. Convert None to `-`. Keep underscores inside words."""
-    if isinstance(value, Markup):
-        return value
-    line = "-" if value is None else _single_line(value)
-    return Markup(re.sub(r"[\\`*\[\]<>&~$|]|(?<!\w)_|_(?!\w)", r"\\\g<0>", line))
+    if isinstance(content, Markup):
+        return content
+    plain_text = "-" if content is None else _single_line(content)
+    return Markup(SPECIAL_CHARACTERS.sub(r"\\\g<0>", plain_text))
 
 
-def code_span(value: object, in_table: bool = True) -> Markup:
+def code_span(content: object, in_table: bool = True) -> Markup:
     """Return an inline code span. In a table, escape bars with backslashes, which are not displayed."""
-    line = _single_line(value)
-    fence = _fence(line, least=1)
-    pad = " " if "`" in line or not line else ""
-    span = f"{fence}{pad}{line}{pad}{fence}"
+    code = _single_line(content)
+    fence = _fence(code, min_backticks=1)
+    padding = " " if "`" in code or not code else ""
+    span = f"{fence}{padding}{code}{padding}{fence}"
     return Markup(span.replace("|", "\\|") if in_table else span)
 
 
 def block(content: str, language: str = "") -> Markup:
-    content = printable_lines(content)
-    fence = _fence(content, least=3)
-    return Markup(f"{fence}{language}\n{content.rstrip()}\n{fence}")
+    code = printable_lines(content)
+    fence = _fence(code, min_backticks=3)
+    return Markup(f"{fence}{language}\n{code.rstrip()}\n{fence}")
 
 
-def bullets(lines: Iterable[object]) -> Markup:
-    return Markup("\n".join(f"- {text(line)}" for line in lines))
+def bullets(items: Iterable[object]) -> Markup:
+    return Markup("\n".join(f"- {text(item)}" for item in items))
 
 
-def formatted(value: float | str | None, format_string: str = "{:,.1f}") -> str | None:
+def formatted(number: float | str | None, format_string: str = "{:,.1f}") -> str | None:
     """Format a number with a format string such as `{:,.1f} s`. Return None, text and Markdown unchanged."""
-    return value if value is None or isinstance(value, str) else format_string.format(value)
+    return number if number is None or isinstance(number, str) else format_string.format(number)
 
 
 def markdown_table(
-    rows: Iterable[Sequence[object]], head: Sequence[object] = ("", ""), numbers: bool = True
+    rows: Iterable[Sequence[object]], headings: Sequence[object] = ("", ""), numbers: bool = True
 ) -> Markup:
     """Return the rows as a Markdown table, or an empty string if there are no rows.
 
     Args:
         rows: Cells of each row.
-        head: Column titles.
+        headings: Column titles.
         numbers: True to right-align all columns except the first column.
     """
-    lines = [head, [Markup("---"), *[Markup("---:" if numbers else "---")] * (len(head) - 1)], *rows]
-    texts = [f"| {' | '.join(map(text, line))} |" for line in lines]
-    return Markup("\n".join(texts) if len(texts) > 2 else "")
+    alignment = Markup("---:" if numbers else "---")
+    separator_row = [Markup("---"), *[alignment] * (len(headings) - 1)]
+    table_rows = [headings, separator_row, *rows]
+    table_lines = [f"| {' | '.join(map(text, cells))} |" for cells in table_rows]
+    return Markup("\n".join(table_lines) if len(table_lines) > 2 else "")
 
 
 def known(rows: Iterable[tuple[object, str, Any]]) -> list[list[object]]:
@@ -92,8 +96,8 @@ def known(rows: Iterable[tuple[object, str, Any]]) -> list[list[object]]:
         rows: Tuples of label, format string, and a value or a list of values.
     """
     formatted_rows: list[list[object]] = []
-    for label, format_string, value in rows:
-        values = value if isinstance(value, list) else [value]
+    for label, format_string, value_or_values in rows:
+        values = value_or_values if isinstance(value_or_values, list) else [value_or_values]
         if any(value is not None for value in values):
             formatted_rows.append([label, *(formatted(value, format_string) for value in values)])
     return formatted_rows
@@ -103,16 +107,19 @@ def each(items: Iterable[Mapping[str, Any]], key: str) -> list[Any]:
     return [item.get(key) for item in items]
 
 
-def columns(items: Sequence[Mapping[str, Any]], labels: Mapping[str, tuple[str, str]]) -> Markup:
+def columns(items: Sequence[Mapping[str, Any]], labels_and_formats: Mapping[str, tuple[str, str]]) -> Markup:
     """Return a table with one row per item and one column for each key that occurs in an item.
 
     Args:
         items: Values by key, for each row.
-        labels: Label and format string of each key.
+        labels_and_formats: Label and format string of each key.
     """
-    keys = [key for key in labels if any(item.get(key) is not None for item in items)]
-    rows = [[formatted(item.get(key), labels[key][1]) for key in keys] for item in items]
-    return markdown_table(rows, [labels[key][0] for key in keys])
+    shown_keys = [key for key in labels_and_formats if any(item.get(key) is not None for item in items)]
+    shown_columns = [(key, *labels_and_formats[key]) for key in shown_keys]
+    rows = [
+        [formatted(item.get(key), number_format) for key, _, number_format in shown_columns] for item in items
+    ]
+    return markdown_table(rows, [label for _, label, _ in shown_columns])
 
 
 def folded(content: str, summary: str) -> Markup:
@@ -122,17 +129,18 @@ def folded(content: str, summary: str) -> Markup:
 
 
 def link(label: object, path: str) -> Markup:
-    return Markup(f"[{text(label)}]({url(path, safe='/:#?=&%@')})")
+    return Markup(f"[{text(label)}]({url(path, safe_characters='/:#?=&%@')})")
 
 
-def url(path: str, safe: str = "/") -> Markup:
-    return Markup(quote(path.encode(errors="surrogateescape"), safe=safe))
+def url(path: str, safe_characters: str = "/") -> Markup:
+    return Markup(quote(path.encode(errors="surrogateescape"), safe=safe_characters))
 
 
-def _single_line(value: object) -> str:
-    return printable(" ".join(str(value).split()))
+def _single_line(content: object) -> str:
+    return printable(" ".join(str(content).split()))
 
 
-def _fence(content: str, least: int) -> str:
+def _fence(content: str, min_backticks: int) -> str:
     """Return a fence that is longer than any run of backticks in the content."""
-    return "`" * max(least, 1 + max(map(len, re.findall("`+", content)), default=0))
+    longest_run = max(map(len, re.findall("`+", content)), default=0)
+    return "`" * max(min_backticks, longest_run + 1)

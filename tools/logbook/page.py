@@ -14,61 +14,63 @@ from onecurve.system.text import some_of
 from tools.logbook import history
 from tools.logbook.markdown import code_span, each, formatted, render
 from tools.logbook.run_record import (
-    MEANING,
+    VERIFICATION_MEANING,
     RunRecord,
     fill_missing,
     flag_text,
     hash_compared_files,
     host_count,
 )
-from tools.logbook.spent import main_processes, parts_s, paused_s
+from tools.logbook.spent import main_processes, paused_s, seconds_by_activity
 
-SHOWN = 20  # maximum number of rows in the class table
-MOST_STARTS = 20  # maximum number of starts in a table that is not folded
-SHOWN_CHARACTERS = 60_000  # maximum length of an nvidia-smi dump. GitHub shows at most 512 kB per page
-PER_CLASS = ("precision", "recall", "f1", "specificity", "support")
-SET_BY_STARTS = ("strategy", "batch_size", "epochs", "processes", "device")
-INDEX_KEYS = ["script", *SET_BY_STARTS, "hosts", "status"]
+MAX_SHOWN_CLASSES = 20  # maximum number of rows in the class table
+MAX_UNFOLDED_STARTS = 20  # maximum number of starts in a table that is not folded
+MAX_DUMP_CHARACTERS = 60_000  # maximum length of an nvidia-smi dump. GitHub shows at most 512 kB per page
+CLASS_METRICS = ("precision", "recall", "f1", "specificity", "support")
+KEYS_SET_BY_STARTS = ("strategy", "batch_size", "epochs", "processes", "device")
+INDEX_KEYS = ["script", *KEYS_SET_BY_STARTS, "hosts", "status"]
 INDEX_KEYS += ["best_accuracy", "final_accuracy", "test_accuracy", "val_name", "test_name", "wall_s"]
 
 
-def run_page(run: RunRecord, stem: str, pictures: list[str]) -> str:
+def run_page(run: RunRecord, page_stem: str, plot_files: list[str]) -> str:
     """Return a run's page.
 
-    `stem` is the page's file name without suffix, and the name of the plot folder.
+    `page_stem` is the page's file name without suffix, and the name of the plot folder.
     """
     from onecurve.run.end_tables import early_end_in_words  # this import loads torch
 
     facts = fill_missing(run.facts, value_types(Result))
     settings = fill_missing(run.settings, value_types(RecipeFile))
-    recipe = {name: [code_span(name), history.recipe_value(run, name)] for name in run.recipe}
+    recipe_rows = {flag: [code_span(flag), history.recipe_value(run, flag)] for flag in run.recipe}
     defaults = settings["defaults"] or {}
-    flags_with_default = [name for name in recipe if name in defaults]
-    changed_flags = [name for name in flags_with_default if not history.is_default(run, name, defaults[name])]
+    flags_with_default = [flag for flag in recipe_rows if flag in defaults]
+    changed_flags = [flag for flag in flags_with_default if not history.is_default(run, flag, defaults[flag])]
+    evaluations = _headline_evaluations(run)
+    memory_rows = [{"process": rank} | peaks for rank, peaks in enumerate(facts["memory_gib"] or [])]
     return render(
         "run.md.j2",
         run=run,
-        stem=stem,
-        pictures=pictures,
+        stem=page_stem,
+        pictures=plot_files,
         facts=facts,
         settings=settings,
         early_end=early_end_in_words(run.facts),
-        evaluations=(evaluations := _headline_evaluations(run)),
+        evaluations=evaluations,
         measured=_metric_rows(evaluations.values()),
-        reports={name: _report_rows(report) for name, report in run.reports.items() if report},
-        stamps=_stamps_with_changes(run),
-        meaning=MEANING,
-        parts=parts_s(run),
+        reports={name: _report_values(report) for name, report in run.validation_reports.items() if report},
+        stamps=_verifications_with_changes(run),
+        meaning=VERIFICATION_MEANING,
+        parts=seconds_by_activity(run),
         paused_s=paused_s(run),
         restarts=len(main_processes(run)) - 1,
-        memory=[{"process": rank} | peaks for rank, peaks in enumerate(facts["memory_gib"] or [])],
+        memory=memory_rows,
         dumps=_nvidia_smi_dumps(run),
         history=history,
-        most_starts=MOST_STARTS,
-        batch_size=run.over_starts(methodcaller("get", "batch_size")),
-        epochs=run.over_starts(methodcaller("get", "epochs")),
-        recipe=list(recipe.values()),
-        changed=[recipe[name] for name in changed_flags],
+        most_starts=MAX_UNFOLDED_STARTS,
+        batch_size=run.setting_over_starts(methodcaller("get", "batch_size")),
+        epochs=run.setting_over_starts(methodcaller("get", "epochs")),
+        recipe=list(recipe_rows.values()),
+        changed=[recipe_rows[flag] for flag in changed_flags],
         public_path=public_path,
         quote=shlex.quote,
     )
@@ -76,84 +78,92 @@ def run_page(run: RunRecord, stem: str, pictures: list[str]) -> str:
 
 def index_values(run: RunRecord) -> dict[str, Any]:
     """Return the values that the index shows for a run."""
-    values = {"model": run.model, "data": run.data, "is_rehearsal": run.is_rehearsal}
-    values |= {name: run.over_starts(methodcaller("get", name)) for name in SET_BY_STARTS}
+    values = {"model": run.model, "data": run.data_name, "is_rehearsal": run.is_rehearsal}
+    values |= {key: run.setting_over_starts(methodcaller("get", key)) for key in KEYS_SET_BY_STARTS}
     defaults = run.settings.get("defaults") or {}
-    in_columns = {*values, *declared_values("locates")}
-    changed = [name for name in defaults if name not in in_columns and name in run.recipe]
-    changed = [name for name in changed if not history.is_default(run, name, defaults[name])]
-    values["flags"] = ", ".join(f"{name} {public_path(flag_text(run.recipe[name]))}" for name in changed)
-    return (
-        {name: run.facts.get(name) for name in INDEX_KEYS} | values | {"hosts": run.over_starts(host_count)}
-    )
+    flags_with_column = {*values, *declared_values("locates")}
+    other_flags = [flag for flag in defaults if flag not in flags_with_column and flag in run.recipe]
+    changed_flags = [flag for flag in other_flags if not history.is_default(run, flag, defaults[flag])]
+    flag_texts = [f"{flag} {public_path(flag_text(run.recipe[flag]))}" for flag in changed_flags]
+    values |= {"flags": ", ".join(flag_texts), "hosts": run.setting_over_starts(host_count)}
+    return {key: run.facts.get(key) for key in INDEX_KEYS} | values
 
 
-def index(runs: dict[str, dict[str, Any]], comparisons: dict[str, str]) -> str:
+def index(values_by_page: dict[str, dict[str, Any]], title_by_page: dict[str, str]) -> str:
     """Return the index page.
 
-    `runs` maps pages to their index_values, and `comparisons` maps pages to titles.
+    `values_by_page` contains each run page's index_values. `title_by_page` contains the titles of the
+    comparison pages.
     """
     # Pages from earlier versions do not contain the key `flags`.
-    rows = {page: dict.fromkeys([*INDEX_KEYS, "flags"]) | values for page, values in runs.items()}
-    return render("index.md.j2", runs=rows, comparisons=comparisons)
+    runs = {page: dict.fromkeys([*INDEX_KEYS, "flags"]) | values for page, values in values_by_page.items()}
+    return render("index.md.j2", runs=runs, comparisons=title_by_page)
 
 
 def _headline_evaluations(run: RunRecord) -> dict[str, dict[str, Any]]:
     """Map a description of each headline evaluation (test split, best step, last step) to its metrics."""
-    facts, last = run.facts, run.evaluations[-1] if run.evaluations else {}
+    facts = run.facts
     best, final, test = (
-        {f"val/{name}": facts.get(f"{prefix}_{name}") for name in METRICS}
+        {f"val/{metric}": facts.get(f"{prefix}_{metric}") for metric in METRICS}
         for prefix in ("best", "final", "test")
     )
     best["step"] = facts.get("best_step")
     best |= next((line for line in run.evaluations if line["step"] == best["step"]), {})
-    final |= last
-    step, last_step = (formatted(values.get("step"), "step {:,}") or "-" for values in (best, final))
-    evaluations = {f"best on the {run.evaluated_images()}, {step}": best, f"final, {last_step}": final}
+    final |= run.evaluations[-1] if run.evaluations else {}
+    best_step, final_step = (formatted(line.get("step"), "step {:,}") or "-" for line in (best, final))
+    best_title = f"best on the {run.describe_evaluated_images()}, {best_step}"
+    evaluations = {best_title: best, f"final, {final_step}": final}
     if "test_name" in facts:
-        tested = {f"on the {run.evaluated_images('test')}, with the weights of {step}": test}
-        return tested | evaluations
+        test_images = run.describe_evaluated_images("test")
+        return {f"on the {test_images}, with the weights of {best_step}": test} | evaluations
     return evaluations
 
 
 def _metric_rows(evaluations: Collection[dict[str, Any]]) -> list[tuple[str, str, list[float | None]]]:
     """Return one row per metric in the format of markdown.known()."""
-    titles = {name: metric.title for name, metric in METRICS.items() if metric.is_share}
-    titles |= {"raw_accuracy": "accuracy without EMA"}
-    titles |= {name: metric.title for name, metric in METRICS.items() if not metric.is_share}
-    return [(title, "{:.4f}", each(evaluations, f"val/{name}")) for name, title in titles.items()]
+    title_by_name = {name: metric.title for name, metric in METRICS.items() if metric.is_share}
+    title_by_name |= {"raw_accuracy": "accuracy without EMA"}
+    title_by_name |= {name: metric.title for name, metric in METRICS.items() if not metric.is_share}
+    return [(title, "{:.4f}", each(evaluations, f"val/{name}")) for name, title in title_by_name.items()]
 
 
-def _report_rows(report: dict[str, Any]) -> dict[str, Any]:
+def _report_values(report: dict[str, Any]) -> dict[str, Any]:
     """Return a validate.py report with a row for each class, or only for the classes with the lowest F1."""
-    classes, columns = report.get("classes", []), report.get("per_class", {})
-    shown = fill_missing(report, value_types(Report)) | {"rows": [], "shown": "All classes"}
-    if any(len(columns.get(name) or ()) != len(classes) for name in PER_CLASS):
-        return shown
-    shown_classes = list(range(len(classes)))
-    if len(classes) > SHOWN:
-        with_images = [label for label in shown_classes if columns["support"][label]]
-        shown_classes = sorted(with_images, key=lambda label: columns["f1"][label])[:SHOWN]
-        shown["shown"] = f"The {len(shown_classes)} of {len(classes)} classes with the lowest F1"
-    for label in shown_classes:
-        shares = (f"{columns[name][label]:{',' if name == 'support' else '.4f'}}" for name in PER_CLASS)
-        shown["rows"].append([classes[label], *shares])
-    return shown
+    classes, class_scores = report.get("classes", []), report.get("per_class", {})
+    values = fill_missing(report, value_types(Report)) | {"rows": [], "shown": "All classes"}
+    if any(len(class_scores.get(metric) or ()) != len(classes) for metric in CLASS_METRICS):
+        return values
+    shown_labels = list(range(len(classes)))
+    if len(classes) > MAX_SHOWN_CLASSES:
+        labels_with_images = [label for label in shown_labels if class_scores["support"][label]]
+        lowest_f1_first = sorted(labels_with_images, key=lambda label: class_scores["f1"][label])
+        shown_labels = lowest_f1_first[:MAX_SHOWN_CLASSES]
+        values["shown"] = f"The {len(shown_labels)} of {len(classes)} classes with the lowest F1"
+    for label in shown_labels:
+        scores = {metric: class_scores[metric][label] for metric in CLASS_METRICS}
+        texts = (f"{score:{',' if metric == 'support' else '.4f'}}" for metric, score in scores.items())
+        values["rows"].append([classes[label], *texts])
+    return values
 
 
-def _stamps_with_changes(run: RunRecord) -> list[dict[str, Any]]:
+def _verifications_with_changes(run: RunRecord) -> list[dict[str, Any]]:
     """Return verify.py's outcomes. An outcome is void if `changed` lists files that changed later."""
-    files, outcomes = hash_compared_files(run.folder) if run.stamps else {}, []
-    for stamp in run.stamps:
+    hash_by_file = hash_compared_files(run.folder) if run.verifications else {}
+    outcomes = []
+    for verification in run.verifications:
         # Runs from earlier versions have no starts.jsonl, so their stamps do not contain this file's hash.
-        changed = [name for name in files if files[name] != stamp.get("files", {}).get(name, "")]
-        outcomes.append(fill_missing(stamp, value_types(ReplayRecord)) | {"changed": some_of(changed)})
+        verified_hashes = verification.get("files", {})
+        changed_files = [file for file in hash_by_file if hash_by_file[file] != verified_hashes.get(file, "")]
+        outcomes.append(
+            fill_missing(verification, value_types(ReplayRecord)) | {"changed": some_of(changed_files)}
+        )
     return outcomes
 
 
 def _nvidia_smi_dumps(run: RunRecord) -> Iterator[tuple[str, str, bool]]:
     """Yield each host's name, the beginning of its `nvidia-smi -q` output, and True if the output was cut."""
     for file in own_files(run.folder, "nvidia-smi-*.txt"):
-        with open(file, errors="replace") as opened:
-            dump = opened.read(SHOWN_CHARACTERS + 1)
-        yield file.stem.removeprefix("nvidia-smi-"), dump[:SHOWN_CHARACTERS], len(dump) > SHOWN_CHARACTERS
+        with open(file, errors="replace") as dump_file:
+            dump = dump_file.read(MAX_DUMP_CHARACTERS + 1)
+        host, is_cut = file.stem.removeprefix("nvidia-smi-"), len(dump) > MAX_DUMP_CHARACTERS
+        yield host, dump[:MAX_DUMP_CHARACTERS], is_cut

@@ -16,53 +16,61 @@ from typing import Any, NamedTuple
 
 from onecurve.flags.fields import declared_values
 from onecurve.system.text import natural_sort_key
-from tools.logbook.run_record import RunRecord, mixed_precision
+from tools.logbook.run_record import RunRecord, mixed_precision_text
 
-ALPHA = 0.05  # significance level of the test
-SMALLEST_ERROR = 1e-12  # standard errors below this value are rounding errors
+SIGNIFICANCE_LEVEL = 0.05  # significance level of the test
+MIN_STANDARD_ERROR = 1e-12  # smaller standard errors are rounding errors
 
 
 @dataclass(frozen=True)
-class Group:
-    """Runs with the same recipe and type of job. `values` contains the headline accuracy by seed or fold."""
+class RunGroup:
+    """Runs with the same recipe and type of job. The accuracies are headline accuracies by seed or fold."""
 
-    name: str
-    values: dict[Any, float]
+    name: str  # run name without the seed
+    accuracy_by_seed: dict[Any, float]
     runs: tuple[RunRecord, ...]
-    folds: int = 0  # number of folds, or 0 without cross-validation
+    fold_count: int = 0  # number of folds, or 0 without cross-validation
+
+    @property
+    def accuracies(self) -> list[float]:
+        return list(self.accuracy_by_seed.values())
 
     @property
     def accuracy_over_folds(self) -> float | None:
         """Accuracy over all held-out images, or None if a fold is missing."""
-        images = [run.facts.get("val_images") or 0 for run in self.runs]
-        is_whole = len(self.runs) == self.folds * len({run.recipe.get("seed") for run in self.runs})
-        correct = sum(accuracy * count for accuracy, count in zip(self.values.values(), images, strict=True))
-        return correct / sum(images) if is_whole and all(images) else None
+        image_counts = [run.facts.get("val_images") or 0 for run in self.runs]
+        seeds = {run.recipe.get("seed") for run in self.runs}
+        has_all_folds = len(self.runs) == self.fold_count * len(seeds)
+        accuracies_and_counts = zip(self.accuracies, image_counts, strict=True)
+        correct_images = sum(accuracy * count for accuracy, count in accuracies_and_counts)
+        return correct_images / sum(image_counts) if has_all_folds and all(image_counts) else None
 
     @property
     def mean(self) -> float:
-        return statistics.fmean(self.values.values())
+        return statistics.fmean(self.accuracies)
 
     @property
-    def deviation(self) -> float | None:
+    def standard_deviation(self) -> float | None:
         """Sample standard deviation, or None for a single run."""
-        return statistics.stdev(self.values.values()) if len(self.values) > 1 else None
+        return statistics.stdev(self.accuracies) if len(self.accuracies) > 1 else None
 
     @property
-    def interval(self) -> tuple[float, float] | None:
+    def mean_interval(self) -> tuple[float, float] | None:
         """95 % confidence interval of the mean (Student's t), limited to [0, 1], or None for a single run."""
-        if self.deviation is None:
+        if self.standard_deviation is None:
             return None
-        half_width = _critical_t(len(self.values) - 1) * self.deviation * self.error
+        critical_value = _critical_t(len(self.accuracies) - 1)
+        half_width = critical_value * self.standard_deviation * self.relative_standard_error
         return max(0.0, self.mean - half_width), min(1.0, self.mean + half_width)
 
     @property
-    def error(self) -> float:
+    def relative_standard_error(self) -> float:
         """Standard error of the mean, in units of the standard deviation.
 
         Folds are handled as in Nadeau and Bengio (2003).
         """
-        return math.sqrt(1 / len(self.values) + (1 / (self.folds - 1) if self.folds else 0))
+        fold_variance = 1 / (self.fold_count - 1) if self.fold_count else 0
+        return math.sqrt(1 / len(self.accuracies) + fold_variance)
 
 
 class Difference(NamedTuple):
@@ -71,44 +79,45 @@ class Difference(NamedTuple):
     mean: float
     low: float  # lower limit of the 95 % interval
     high: float  # upper limit of the 95 % interval
-    p: float
+    p_value: float
     is_paired: bool
 
 
-def group(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Group]:
+def group_runs(runs: Sequence[RunRecord], run_names: Sequence[str]) -> list[RunGroup]:
     """Group finished runs by all settings except the seed and the fold. Keep the order of the runs.
 
     Args:
         runs: Runs to group. Unfinished runs are left out.
-        names: Run names, which consist of comma-separated parts.
+        run_names: Run names, which consist of comma-separated parts.
 
     Raises:
         ValueError: If a group contains a seed twice.
     """
     members_by_key: dict[str, list[tuple[str, RunRecord]]] = {}
-    for name, run in zip(names, runs, strict=True):
+    for run_name, run in zip(run_names, runs, strict=True):
         if run.facts["status"] == "finished" and headline_accuracy(run) is not None:
-            members_by_key.setdefault(_group_key(run), []).append((name, run))
+            members_by_key.setdefault(_group_key(run), []).append((run_name, run))
     groups = []
     for members in members_by_key.values():
         seed_counts = Counter(_seed_label(run) for _, run in members)
         if len(seed_counts) == 1:  # all runs in the group used the same seed
-            groups += [_make_group([member]) for member in members]
+            groups += [_make_run_group([member]) for member in members]
             continue
-        ((seed, count),) = seed_counts.most_common(1)
-        if count > 1:
+        ((seed, run_count),) = seed_counts.most_common(1)
+        if run_count > 1:
             folders = " and ".join(str(run.folder) for _, run in members if _seed_label(run) == seed)
             raise ValueError(f"{folders} have the same recipe and seed {seed}. Pass only one of these runs.")
-        groups.append(_make_group(members))
+        groups.append(_make_run_group(members))
     return groups
 
 
-def _make_group(members: list[tuple[str, RunRecord]]) -> Group:
-    name, first = members[0]
-    parts = [part for part in name.split(", ") if not part.startswith(("seed ", "fold "))]
+def _make_run_group(members: list[tuple[str, RunRecord]]) -> RunGroup:
+    first_name, first_run = members[0]
+    name_parts = [part for part in first_name.split(", ") if not part.startswith(("seed ", "fold "))]
+    group_name = ", ".join(name_parts) or first_run.strategies_and_processes
     runs = sorted((run for _, run in members), key=lambda run: natural_sort_key(_seed_label(run)))
-    values = {_seed_label(run): headline_accuracy(run) or 0.0 for run in runs}
-    return Group(", ".join(parts) or first.job, values, tuple(runs), first.fold[1] if first.fold else 0)
+    accuracy_by_seed = {_seed_label(run): headline_accuracy(run) or 0.0 for run in runs}
+    return RunGroup(group_name, accuracy_by_seed, tuple(runs), first_run.fold_count)
 
 
 def _seed_label(run: RunRecord) -> int | str:
@@ -119,61 +128,69 @@ def _seed_label(run: RunRecord) -> int | str:
 
 def headline_accuracy(run: RunRecord) -> float | None:
     """Return the accuracy on the test split, or the final accuracy of a fold or a run without --holdout."""
-    final = run.facts.get("final_accuracy")
-    return final if run.fold else run.facts.get("test_accuracy", final)
+    final_accuracy = run.facts.get("final_accuracy")
+    return final_accuracy if run.fold else run.facts.get("test_accuracy", final_accuracy)
 
 
 def _group_key(run: RunRecord) -> str:
     """Return a key that consists of the settings that all runs in a group share."""
-    left_out = {"seed", *declared_values("locates")}
-    recipe = {name: value for name, value in run.recipe.items() if name not in left_out}
-    recipe |= {"holdout": ["folds", run.fold[1]]} if run.fold else {}
-    settings = [run.facts.get("script"), run.settings.get("source"), run.where, run.recipe_changes]
-    return json.dumps([recipe, settings, run.over_starts(mixed_precision)], sort_keys=True)
+    excluded_flags = {"seed", *declared_values("locates")}
+    recipe = {flag: value for flag, value in run.recipe.items() if flag not in excluded_flags}
+    recipe |= {"holdout": ["folds", run.fold_count]} if run.fold else {}
+    settings = [run.facts.get("script"), run.settings.get("source"), run.strategies_and_devices]
+    precision = run.setting_over_starts(mixed_precision_text)
+    return json.dumps([recipe, [*settings, run.recipe_changes], precision], sort_keys=True)
 
 
-def compare_groups(first: Group, second: Group) -> Difference | None:
+def compare_groups(first: RunGroup, second: RunGroup) -> Difference | None:
     """Compare two groups with a t-test.
 
     Return None if a group contains one run or all differences are equal.
     """
     from scipy import stats
 
-    if min(len(first.values), len(second.values)) < 2:
+    groups = (first, second)
+    if min(len(group.accuracies) for group in groups) < 2:
         return None
-    mean, is_paired = second.mean - first.mean, first.values.keys() == second.values.keys()
-    errors = [(group.deviation or 0.0) * group.error for group in (first, second)]
-    error = math.hypot(*errors)
+    mean_difference = second.mean - first.mean
+    is_paired = second.accuracy_by_seed.keys() == first.accuracy_by_seed.keys()
+    errors = [(group.standard_deviation or 0.0) * group.relative_standard_error for group in groups]
+    error_of_difference = math.hypot(*errors)
     if is_paired:
-        differences = [second.values[seed] - first.values[seed] for seed in first.values]
-        error = first.error * statistics.stdev(differences)
-    if error < SMALLEST_ERROR:
+        seeds = first.accuracy_by_seed
+        differences = [second.accuracy_by_seed[seed] - first.accuracy_by_seed[seed] for seed in seeds]
+        error_of_difference = first.relative_standard_error * statistics.stdev(differences)
+    if error_of_difference < MIN_STANDARD_ERROR:
         return None
-    counts = [len(group.values) - 1 for group in (first, second)]
-    squared_variances = sum(term**4 / count for term, count in zip(errors, counts, strict=True))
-    degrees = counts[0] if is_paired else error**4 / squared_variances
-    p, half_width = 2 * float(stats.t.sf(abs(mean) / error, degrees)), _critical_t(degrees) * error
-    return Difference(mean, mean - half_width, mean + half_width, p, is_paired)
+    group_degrees = [len(group.accuracies) - 1 for group in groups]
+    squared_variances = sum(error**4 / count for error, count in zip(errors, group_degrees, strict=True))
+    degrees_of_freedom = group_degrees[0] if is_paired else error_of_difference**4 / squared_variances
+    p_value = 2 * float(stats.t.sf(abs(mean_difference) / error_of_difference, degrees_of_freedom))
+    half_width = _critical_t(degrees_of_freedom) * error_of_difference
+    low, high = mean_difference - half_width, mean_difference + half_width
+    return Difference(mean_difference, low, high, p_value, is_paired)
 
 
-def _critical_t(degrees: float) -> float:
+def _critical_t(degrees_of_freedom: float) -> float:
     from scipy import stats
 
-    return float(stats.t.ppf(1 - ALPHA / 2, degrees))
+    return float(stats.t.ppf(1 - SIGNIFICANCE_LEVEL / 2, degrees_of_freedom))
 
 
-def seed_verdict(first: Group, second: Group) -> str:
+def seed_verdict(first: RunGroup, second: RunGroup) -> str:
     """State in one sentence whether the second group is better, worse, or indistinguishable."""
     difference = compare_groups(first, second)
+    run_counts = {len(first.accuracies), len(second.accuracies)}
     if difference is None:
         reason = "all pairs of runs differ by the same amount"
-        if min(len(first.values), len(second.values)) < 2:
+        if min(run_counts) < 2:
             reason = "a single run does not show the variation between seeds"
         return f"{second.name} and {first.name} are not compared with a test, because {reason}."
-    test = f"{'paired' if difference.is_paired else 'Welch'} t-test, p = {difference.p:.2g}"
-    sizes = f"n = {' and '.join(map(str, sorted({len(first.values), len(second.values)})))}"
-    details = f"{difference.mean:+.4f}, 95 %: {difference.low:+.4f} to {difference.high:+.4f}; {test}"
-    if difference.p < ALPHA:
-        rank = "better" if difference.mean > 0 else "worse"
-        return f"{second.name} is {rank} than {first.name} with {sizes} ({details})."
-    return f"{second.name} and {first.name} are not distinguishable with {sizes} ({details})."
+    test = f"{'paired' if difference.is_paired else 'Welch'} t-test, p = {difference.p_value:.2g}"
+    sample_sizes = f"n = {' and '.join(map(str, sorted(run_counts)))}"
+    interval = f"95 %: {difference.low:+.4f} to {difference.high:+.4f}"
+    details = f"{difference.mean:+.4f}, {interval}; {test}"
+    if difference.p_value < SIGNIFICANCE_LEVEL:
+        verdict = "better" if difference.mean > 0 else "worse"
+        return f"{second.name} is {verdict} than {first.name} with {sample_sizes} ({details})."
+    return f"{second.name} and {first.name} are not distinguishable with {sample_sizes} ({details})."

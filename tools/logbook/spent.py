@@ -22,7 +22,7 @@ from onecurve.system.phase import (
 )
 from tools.logbook.run_record import RunRecord
 
-ACTIVITY_NAMES = {
+ACTIVITY_TITLES = {
     TRAINING: "training steps",
     READING: "waiting for data and augmentation",
     EVALUATION: "evaluation",
@@ -39,24 +39,24 @@ ACTIVITY_NAMES = {
     PLOTS: "ending: plots",
     ENDING: "ending: last checkpoint and upload",
 }
-LOST_WORK = "restarting: lost work after the last checkpoint"
+LOST_WORK_TITLE = "restarting: lost work after the last checkpoint"
 
 
 @dataclass(frozen=True)
 class MainProcess:
     """Main process of a run, as recorded in the telemetry.
 
-    before_s is the run's wall_s when the process started.
+    wall_s_before is the run's wall_s when the process started.
     """
 
     began_at: float
     ended_at: float  # time of the last telemetry sample
-    before_s: float
+    wall_s_before: float
 
     @property
-    def ended_s(self) -> float:
+    def wall_s_at_end(self) -> float:
         """The run's wall_s when the process ended."""
-        return self.before_s + self.ended_at - self.began_at
+        return self.wall_s_before + self.ended_at - self.began_at
 
 
 def main_processes(run: RunRecord) -> list[MainProcess]:
@@ -64,29 +64,35 @@ def main_processes(run: RunRecord) -> list[MainProcess]:
     processes = []
     for lines in run.telemetry.values():
         header_indices = [index for index, line in enumerate(lines) if "host" in line]
-        for first, following in pairwise([*header_indices, len(lines)]):
-            header, last = lines[first], lines[following - 1]
+        for header_index, next_header_index in pairwise([*header_indices, len(lines)]):
+            header, last_sample = lines[header_index], lines[next_header_index - 1]
             if {"before_s", "age_s"} <= header.keys():
-                processes.append(MainProcess(header["t"] - header["age_s"], last["t"], header["before_s"]))
+                began_at = header["t"] - header["age_s"]
+                processes.append(MainProcess(began_at, last_sample["t"], header["before_s"]))
     return sorted(processes, key=lambda process: process.began_at)
 
 
 def lost_s(run: RunRecord) -> float:
     """Return the seconds of work lost because the next process resumed an earlier checkpoint."""
-    pairs = pairwise(main_processes(run))
-    return sum(max(0.0, process.ended_s - following.before_s) for process, following in pairs)
+    process_pairs = pairwise(main_processes(run))
+    return sum(max(0.0, ended.wall_s_at_end - resumed.wall_s_before) for ended, resumed in process_pairs)
 
 
 def paused_s(run: RunRecord) -> float:
     """Return the total seconds between the end of one main process and the start of the next."""
-    pairs = pairwise(main_processes(run))
-    return sum(max(0.0, following.began_at - process.ended_at) for process, following in pairs)
+    process_pairs = pairwise(main_processes(run))
+    return sum(max(0.0, resumed.began_at - ended.ended_at) for ended, resumed in process_pairs)
 
 
-def parts_s(run: RunRecord) -> dict[str, float]:
+def seconds_by_activity(run: RunRecord) -> dict[str, float]:
     """Return the seconds of all main processes by activity, largest first, or {} if none are recorded."""
-    spent = run.facts.get("spent_s", {})
-    seconds = {ACTIVITY_NAMES.get(phase, phase): value for phase, value in spent.items() if value is not None}
-    seconds |= {LOST_WORK: lost_s(run)} if seconds else {}
-    largest_first = sorted(seconds.items(), key=lambda part: -part[1])
-    return {activity: value for activity, value in largest_first if value > 0}
+    seconds_by_phase = run.facts.get("spent_s", {})
+    seconds_by_title = {
+        ACTIVITY_TITLES.get(phase, phase): seconds
+        for phase, seconds in seconds_by_phase.items()
+        if seconds is not None
+    }
+    if seconds_by_title:
+        seconds_by_title[LOST_WORK_TITLE] = lost_s(run)
+    largest_first = sorted(seconds_by_title.items(), key=lambda title_and_seconds: -title_and_seconds[1])
+    return {title: seconds for title, seconds in largest_first if seconds > 0}

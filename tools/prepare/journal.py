@@ -12,10 +12,10 @@ from onecurve.data.names import names_file_name
 from onecurve.data.shards import JOURNAL, MANIFEST, MANIFEST_LIMIT_BYTES, index_file_name
 from onecurve.system.files import parse_json, read_json, try_lock, write_bytes
 from onecurve.system.s3 import ObjectStore
-from tools.prepare.originals import Originals
+from tools.prepare.originals import OriginalImages
 
 # Names of files that a preparation writes
-OUTPUTS = re.compile(r"(train|val)(-\d{5,}\.tar|_index\.npy|_names\.txt)")
+OUTPUT_NAME_PATTERN = re.compile(r"(train|val)(-\d{5,}\.tar|_index\.npy|_names\.txt)")
 
 
 class Journal:
@@ -27,12 +27,14 @@ class Journal:
     entry's "finished" key contains the split's manifest entry. An interrupted split is repeated.
     """
 
-    def __init__(self, folder: Path, store: ObjectStore | None, settings: dict[str, Any], dataset: Originals):
+    def __init__(
+        self, folder: Path, store: ObjectStore | None, settings: dict[str, Any], dataset: OriginalImages
+    ):
         """Open a folder's journal. A preparation can resume only with the same `settings`."""
         self.folder, self.store, self.settings, self.dataset = folder, store, settings, dataset
-        self.out = str(folder) if store is None else store.url
-        self.left: dict[str, Any] | None = None  # journal from an earlier, interrupted start
-        self.content: dict[str, Any] = {"splits": {}}
+        self.output = str(folder) if store is None else store.url
+        self.earlier_journal: dict[str, Any] | None = None  # journal from an earlier, interrupted start
+        self.current_journal: dict[str, Any] = {"splits": {}}
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -42,25 +44,29 @@ class Journal:
             ValueError: If the journal belongs to a different --out, which may already contain uploads.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.folder, os.O_RDONLY)
+        folder_fd = os.open(self.folder, os.O_RDONLY)
         try:
-            if not try_lock(descriptor):
+            if not try_lock(folder_fd):
                 problem = f"another process prepares images in {self.folder}"
                 raise ValueError(f"{problem}. Wait until that process ends.")
-            path, url = self.folder / JOURNAL, self.store and self.store.url
-            if path.exists():
-                self.left = read_json(path)
-                splits = self.left["splits"].items()  # version 1.0 also recorded unfinished splits
-                self.left["splits"] = {split: entry for split, entry in splits if "finished" in entry}
-            if self.left is not None and self.left["splits"] and self.left["store"] != url:
+            journal_file, store_url = self.folder / JOURNAL, self.store and self.store.url
+            if journal_file.exists():
+                self.earlier_journal = read_json(journal_file)
+                entries = self.earlier_journal["splits"].items()
+                # Version 1.0 also recorded unfinished splits.
+                finished_entries = {split: entry for split, entry in entries if "finished" in entry}
+                self.earlier_journal["splits"] = finished_entries
+            earlier = self.earlier_journal
+            if earlier is not None and earlier["splits"] and earlier["store"] != store_url:
+                earlier_output = earlier["store"] or self.folder
+                flag = "--work_dir" if self.store else "--out"
                 raise ValueError(
-                    f"{self.folder} contains a preparation for --out {self.left['store'] or self.folder}."
-                    f" Resume this preparation, empty the folder, or pass a different"
-                    f" {'--work_dir' if self.store else '--out'}."
+                    f"{self.folder} contains a preparation for --out {earlier_output}."
+                    f" Resume this preparation, empty the folder, or pass a different {flag}."
                 )
             yield
         finally:
-            os.close(descriptor)
+            os.close(folder_fd)
 
     # --- A complete preparation
 
@@ -72,41 +78,44 @@ class Journal:
                 size.
         """
         if self.store is not None:
-            content = self.store.read(MANIFEST, MANIFEST_LIMIT_BYTES)
+            manifest_content = self.store.read(MANIFEST, MANIFEST_LIMIT_BYTES)
         else:
-            path = self.folder / MANIFEST
-            content = path.read_bytes() if path.exists() else None
-        if content is None:
+            manifest_file = self.folder / MANIFEST
+            manifest_content = manifest_file.read_bytes() if manifest_file.exists() else None
+        if manifest_content is None:
             return None
         manifest = {}
         with contextlib.suppress(ValueError):
-            manifest = parse_json(content, MANIFEST)
+            manifest = parse_json(manifest_content, MANIFEST)
         if "settings" not in manifest:
-            raise ValueError(f"{self.out} contains the {MANIFEST} of a different program. Pass a new --out.")
+            problem = f"{self.output} contains the {MANIFEST} of a different program"
+            raise ValueError(f"{problem}. Pass a new --out.")
         self._check_settings(manifest["settings"])
         splits = manifest["splits"]
-        expected_sizes = {index_file_name(split): None for split in splits}
         shards = [shard for split in splits.values() for shard in split["shards"]]
-        local_shards = [shard for shard in shards if not shard["file"].startswith("s3://")]
-        expected_sizes |= {shard["file"]: shard["bytes"] for shard in local_shards}
-        stored = set() if self.store is None else set(self.store.list())
-        for file, size in expected_sizes.items():
-            path = self.folder / file
-            if file not in stored and not (path.is_file() and size in (None, path.stat().st_size)):
-                problem = f"{self.out} was complete, but {file} is missing or has a different size"
-                raise ValueError(f"{problem}. Empty {self.out} and run the command again.")
+        own_shards = [shard for shard in shards if not shard["file"].startswith("s3://")]
+        size_by_file = {
+            index_file_name(split): None for split in splits
+        }  # the manifest contains no index size
+        size_by_file |= {shard["file"]: shard["bytes"] for shard in own_shards}
+        stored_files = set() if self.store is None else set(self.store.list())
+        for file_name, expected_size in size_by_file.items():
+            local_file = self.folder / file_name
+            is_local = local_file.is_file() and expected_size in (None, local_file.stat().st_size)
+            if file_name not in stored_files and not is_local:
+                problem = f"{self.output} was complete, but {file_name} is missing or has a different size"
+                raise ValueError(f"{problem}. Empty {self.output} and run the command again.")
         if (self.folder / JOURNAL).exists():  # an earlier process was killed before it removed the journal
-            self._remove()
+            self._remove_journal()
         return splits
 
-    def _check_settings(self, settings: dict[str, Any]) -> None:
-        for name, value in self.settings.items():
-            if settings.get(name) != value:
-                change = f"{name} was {settings.get(name)} and is now {value}"
-                remedy = (
-                    f"Pass a new {'--out and --work_dir' if self.store else '--out'}, or empty {self.out}."
-                )
-                raise ValueError(f"{self.out} was started with different settings: {change}. {remedy}")
+    def _check_settings(self, earlier_settings: dict[str, Any]) -> None:
+        for setting_name, value in self.settings.items():
+            if earlier_settings.get(setting_name) != value:
+                change = f"{setting_name} was {earlier_settings.get(setting_name)} and is now {value}"
+                flags = "--out and --work_dir" if self.store else "--out"
+                problem = f"{self.output} was started with different settings: {change}"
+                raise ValueError(f"{problem}. Pass a new {flags}, or empty {self.output}.")
 
     # --- Begin or resume
 
@@ -117,37 +126,39 @@ class Journal:
             ValueError: If the settings or an input of a finished split changed, or if a new folder or prefix
                 contains other files.
         """
-        journal = self.left
-        header = {
+        earlier_journal = self.earlier_journal
+        current_header = {
             "store": self.store and self.store.url,
             "settings": self.settings,
-            "versions": self.dataset.versions,
+            "versions": self.dataset.version_by_part,
             "classes": self.dataset.classes,
         }
-        if journal is not None:
-            for path in self.folder.iterdir():
-                if (name := OUTPUTS.fullmatch(path.name)) and name[1] not in journal["splits"]:
-                    path.unlink()
-        if journal is None or not journal["splits"]:
-            self._check_empty()
-            self.content = header | {"splits": {}}
-            self._save()
+        if earlier_journal is not None:
+            for output_file in self.folder.iterdir():
+                output_name = OUTPUT_NAME_PATTERN.fullmatch(output_file.name)
+                if output_name and output_name[1] not in earlier_journal["splits"]:
+                    output_file.unlink()
+        if earlier_journal is None or not earlier_journal["splits"]:
+            self._check_output_is_empty()
+            self.current_journal = current_header | {"splits": {}}
+            self._save_journal()
             return
         input_keys = ("inputs", "names_and_sizes")
-        inputs = {key: self.settings[key] for key in input_keys if key in self.settings}
-        self._check_settings(journal["settings"] | inputs)
-        for split, entry in journal["splits"].items():
-            if self.dataset.hashed and not entry.get("verified", True):
+        # _check_finished_inputs() compares the inputs.
+        current_inputs = {key: self.settings[key] for key in input_keys if key in self.settings}
+        self._check_settings(earlier_journal["settings"] | current_inputs)
+        for split, split_entry in earlier_journal["splits"].items():
+            if self.dataset.checks_md5 and not split_entry.get("verified", True):
                 remedy = f"Resume with --no_verify, or remove {self.folder} and run the command again."
                 raise ValueError(f"{split} was finished with --no_verify. {remedy}")
-        self._check_inputs(journal)
-        self.content = journal | header
-        self._save()
-        print(f"resuming in {self.folder}, keeping {' and '.join(journal['splits'])}", flush=True)
+        self._check_finished_inputs(earlier_journal)
+        self.current_journal = earlier_journal | current_header
+        self._save_journal()
+        print(f"resuming in {self.folder}, keeping {' and '.join(earlier_journal['splits'])}", flush=True)
 
-    def _check_empty(self) -> None:
-        if foreign_names := [file.name for file in self.folder.iterdir() if file.name[0] != "."]:
-            problem = f"contains other files, such as {foreign_names[0]}"
+    def _check_output_is_empty(self) -> None:
+        if other_files := [file.name for file in self.folder.iterdir() if file.name[0] != "."]:
+            problem = f"contains other files, such as {other_files[0]}"
             raise ValueError(f"{self.folder} {problem}. Pass a new folder.")
         if self.store is not None:
             self.store.probe()
@@ -155,59 +166,62 @@ class Journal:
             # lost.
             has_started = self.store.read(JOURNAL) is not None
             visible_keys = [key for key in self.store.list() if key[0] != "."]
-            if foreign_names := [key for key in visible_keys if not (has_started and OUTPUTS.fullmatch(key))]:
-                problem = f"contains other objects, such as {foreign_names[0]}"
+            shards = set(filter(OUTPUT_NAME_PATTERN.fullmatch, visible_keys)) if has_started else set()
+            if other_keys := [key for key in visible_keys if key not in shards]:
+                problem = f"contains other objects, such as {other_keys[0]}"
                 raise ValueError(f"{self.store.url} {problem}. Pass a new prefix.")
             self.store.write(JOURNAL, json.dumps({"settings": self.settings}).encode())
 
-    def _check_inputs(self, journal: dict[str, Any]) -> None:
+    def _check_finished_inputs(self, earlier_journal: dict[str, Any]) -> None:
         """Raise ValueError if a finished split's input has been replaced."""
-        for part in sorted(journal["settings"]["inputs"].keys() | self.dataset.parts.keys()):
-            recorded = (journal["settings"]["inputs"].get(part), journal["versions"].get(part))
+        earlier_inputs = earlier_journal["settings"]["inputs"]
+        for part in sorted(earlier_inputs.keys() | self.dataset.locations.keys()):
+            earlier_input = (earlier_inputs.get(part), earlier_journal["versions"].get(part))
+            current_input = (self.dataset.bytes_by_part.get(part), self.dataset.version_by_part.get(part))
             change = f"{part} changed"
-            if journal["classes"] != self.dataset.classes:  # different classes change the labels
+            if earlier_journal["classes"] != self.dataset.classes:  # different classes change the labels
                 change = "the list of classes changed"
-            elif recorded == (self.dataset.bytes.get(part), self.dataset.versions.get(part)):
+            elif earlier_input == current_input:
                 continue
-            if part == "devkit" or part in journal["splits"]:
+            if part == "devkit" or part in earlier_journal["splits"]:
                 problem = f"{change} since the preparation in {self.folder} started"
                 raise ValueError(f"{problem}. Remove the folder and start again.")
 
     # --- Progress
 
-    def entry(self, split: str) -> dict[str, Any]:
+    def split_entry(self, split: str) -> dict[str, Any]:
         """Return a finished split's entry, or an empty dict for any other split."""
-        return self.content["splits"].get(split, {})
+        return self.current_journal["splits"].get(split, {})
 
-    def record(self, split: str, entry: dict[str, Any]) -> None:
+    def record_split(self, split: str, split_entry: dict[str, Any]) -> None:
         """Record a finished split in the journal."""
-        self.content["splits"][split] = entry
-        self._save()
+        self.current_journal["splits"][split] = split_entry
+        self._save_journal()
 
     def finish(self, manifest: dict[str, Any]) -> None:
         """Write the manifest and remove the journal."""
-        content, splits = (json.dumps(manifest, indent=1) + "\n").encode(), manifest["splits"]
+        manifest_content = (json.dumps(manifest, indent=1) + "\n").encode()
+        splits = manifest["splits"]
         if self.store is None:
-            write_bytes(self.folder / MANIFEST, content)
+            write_bytes(self.folder / MANIFEST, manifest_content)
         else:
-            new_files = {shard["file"] for split in splits.values() for shard in split["shards"]}
-            new_files = {
-                file for file in (*new_files, *map(index_file_name, splits)) if OUTPUTS.fullmatch(file)
-            }
-            stored = set(filter(OUTPUTS.fullmatch, self.store.list()))
-            if missing_files := new_files - stored:
-                problem = f"{min(missing_files)} is neither in {self.folder} nor in {self.out}"
+            shard_files = [shard["file"] for split in splits.values() for shard in split["shards"]]
+            output_files = (*shard_files, *map(index_file_name, splits))
+            new_files = set(filter(OUTPUT_NAME_PATTERN.fullmatch, output_files))
+            stored_files = set(filter(OUTPUT_NAME_PATTERN.fullmatch, self.store.list()))
+            if missing_files := new_files - stored_files:
+                problem = f"{min(missing_files)} is neither in {self.folder} nor in {self.output}"
                 raise ValueError(f"{problem}. Remove {self.folder} and start again.")
             # Delete additional shards that an earlier start uploaded, because readers of train-*.tar would
             # read them.
-            self.store.delete(sorted(stored - new_files - {*map(names_file_name, splits)}))
-            self.store.write(MANIFEST, content)
-        self._remove()
+            self.store.delete(sorted(stored_files - new_files - {*map(names_file_name, splits)}))
+            self.store.write(MANIFEST, manifest_content)
+        self._remove_journal()
 
-    def _remove(self) -> None:
+    def _remove_journal(self) -> None:
         if self.store is not None:
             self.store.delete([JOURNAL])
         (self.folder / JOURNAL).unlink()
 
-    def _save(self) -> None:
-        write_bytes(self.folder / JOURNAL, json.dumps(self.content).encode())
+    def _save_journal(self) -> None:
+        write_bytes(self.folder / JOURNAL, json.dumps(self.current_journal).encode())

@@ -27,22 +27,29 @@ from onecurve.data.class_folders import (
 from onecurve.data.decode import IMAGE_EXTENSIONS
 from onecurve.data.encoded import SPLITS
 from onecurve.data.tables import DEFAULT_COLUMNS, Table, parquet_files, read_images, read_labels
-from tools.prepare.archives import Member, Stream, members, open_stream
-from tools.prepare.devkit import MD5, VAL_NAME, check_classes, read_devkit, read_val_labels
+from tools.prepare.archives import ArchiveMember, ByteStream, members, open_stream
+from tools.prepare.devkit import (
+    MD5_BY_PART,
+    VAL_NAME_PATTERN,
+    check_class_count,
+    read_devkit,
+    read_val_labels,
+)
 
-WNID = re.compile(r"n\d{8}")
+WNID_PATTERN = re.compile(r"n\d{8}")
 # Files that list the classes of images outside class folders
 KAGGLE_LIST, TINY_LIST = "LOC_val_solution.csv", "val_annotations.txt"
-BATCH_IMAGES, BATCH_BYTES = 32, 2**23
-MAGIC_BYTES = {b"\x89PNG": ".png", b"RIFF": ".webp", b"BM": ".bmp"}
+BATCH_IMAGES, BATCH_BYTES = 32, 2**23  # a batch ends at whichever limit is reached first
+EXTENSION_BY_MAGIC_BYTES = {b"\x89PNG": ".png", b"RIFF": ".webp", b"BM": ".bmp"}
 
 LabelFunction = Callable[[str | None, str], int]  # maps a class name and a file name to a label
+GroupsAndStream = tuple[Iterator["ImageGroup"], ByteStream | None]
 
 
 class ImageFile(NamedTuple):
     """Image that is not stored in an archive."""
 
-    name: str
+    name: str  # file name
     read: Callable[[], bytes]
 
 
@@ -50,62 +57,62 @@ class ImageGroup(NamedTuple):
     """Images in a class tar or class folder, or all images in a flat tar or table (class_name is None)."""
 
     class_name: str | None
-    where: str
-    files: Iterable[Member | ImageFile]
+    display_name: str
+    files: Iterable[ArchiveMember | ImageFile]  # may also contain other files
 
 
 class RawImage(NamedTuple):
-    name: str
+    name: str  # file name
     key: str  # name that is unique within the split, without extension and without dots in its last part
     label: int
-    data: bytes
+    encoded: bytes  # content of the image file
 
 
 class LabeledFile(NamedTuple):
-    group: int  # the group's index
-    where: str  # the group's name in messages
+    group_index: int
+    display_name: str  # the group's name in messages
     name: str  # file name, for example n01440764_10026.JPEG
-    key: str
+    key: str  # name that is unique within the split
     label: int
-    file: Any  # a Member or an ImageFile
+    file: Any  # an ArchiveMember or an ImageFile
 
 
 class ImageBatch(NamedTuple):
     """Batch of consecutive images from one image group."""
 
-    where: str
+    display_name: str  # the group's name in messages
     images: list[RawImage]
-    bytes: int  # the original images' total size
-    group: int  # the group's index
-    odd: list[dict[str, str]]  # image key ("key") and reason ("why") of each re-encoded image
+    original_bytes: int  # the original images' total size
+    group_index: int
+    reencoded: list[dict[str, str]]  # image key ("key") and reason ("why") of each re-encoded image
 
 
 # --- Reading
 
 
-def class_tars(archive: Member) -> Iterator[ImageGroup]:
+def class_tars(archive: ArchiveMember) -> Iterator[ImageGroup]:
     """Yield the class tars (`<class>.tar`) in a tar, in order."""
-    for outer in members(archive):
-        name = outer.name.rpartition("/")[2]
-        if is_hidden(name):
+    for class_tar in members(archive):
+        file_name = class_tar.name.rpartition("/")[2]
+        if is_hidden(file_name):
             continue
-        if not name.endswith(".tar"):
+        if not file_name.endswith(".tar"):
             remedy = "Pass a tar that contains <class>.tar archives of images."
-            raise ValueError(f"{outer.where} is not a class tar. {remedy}")
-        yield ImageGroup(name.removesuffix(".tar"), outer.where, members(outer))
+            raise ValueError(f"{class_tar.display_name} is not a class tar. {remedy}")
+        yield ImageGroup(file_name.removesuffix(".tar"), class_tar.display_name, members(class_tar))
 
 
 def class_folders(root: Path) -> Iterator[ImageGroup]:
     """Yield the class folders in a folder, sorted. The image `<class>/a/1.jpg` is named a_1.jpg."""
-    for name, paths in list_folders(root).items():
-        files = (
-            ImageFile(path.removeprefix(f"{name}/").replace("/", "_"), (root / path).read_bytes)
+    for class_name, paths in list_images_by_class(root).items():
+        image_files = (
+            ImageFile(path.removeprefix(f"{class_name}/").replace("/", "_"), (root / path).read_bytes)
             for path in paths
         )
-        yield ImageGroup(name, str(root / name), files)
+        yield ImageGroup(class_name, str(root / class_name), image_files)
 
 
-def list_folders(root: Path, left_out: IgnoredFiles | None = None) -> dict[str, list[str]]:
+def list_images_by_class(root: Path, ignored_files: IgnoredFiles | None = None) -> dict[str, list[str]]:
     """Map the class folder names in a folder, sorted, to the relative paths of their images.
 
     The validation images of Kaggle and Tiny ImageNet are not in class folders. A file lists the classes of
@@ -115,258 +122,275 @@ def list_folders(root: Path, left_out: IgnoredFiles | None = None) -> dict[str, 
         ValueError: If an image has no class, or if a link to an image or folder is dangling, because images
             would be lost unnoticed.
     """
-    left_out = left_out or IgnoredFiles()
-    images_by_class = list_classes(root, left_out).items()
-    classes = {name: [f"{name}/{path}" for path in paths] for name, paths in images_by_class}
-    if link := left_out.first.get(DANGLING_LINKS):
+    ignored_files = ignored_files or IgnoredFiles()
+    paths_by_class = {
+        class_name: [f"{class_name}/{path}" for path in paths]
+        for class_name, paths in list_classes(root, ignored_files).items()
+    }
+    if link := ignored_files.first.get(DANGLING_LINKS):
         raise ValueError(f"{link} is a dangling link. Fix or remove the link.")
-    if len(classes) < 2 and (file := _find_class_list(root)):
-        classes = _group_by_list(root, list_images(root, IgnoredFiles()), file)
-        del left_out.counts[OUTSIDE_CLASSES]
-    classes = drop_empty_classes("", classes, left_out)
-    if not classes:
-        if OUTSIDE_CLASSES in left_out.first:
+    if len(paths_by_class) < 2 and (class_list := _find_class_list(root)):
+        paths_by_class = _group_images_by_list(root, list_images(root, IgnoredFiles()), class_list)
+        del ignored_files.counts[OUTSIDE_CLASSES]
+    paths_by_class = drop_empty_classes("", paths_by_class, ignored_files)
+    if not paths_by_class:
+        if OUTSIDE_CLASSES in ignored_files.first:
             remedy = f"Put {KAGGLE_LIST}, which lists the classes of the images, next to the folder."
             raise ValueError(f"{root} contains images outside class folders. {remedy}")
         raise ValueError(f"{root} contains no images ({' '.join(IMAGE_EXTENSIONS)})")
-    return classes
+    return paths_by_class
 
 
 def _find_class_list(root: Path) -> Path | None:
     """Find the file that lists the images' classes, in the folder or at most four levels above."""
-    files = (root / TINY_LIST, *(parent / KAGGLE_LIST for parent in (root, *root.absolute().parents[:4])))
-    return next(filter(Path.is_file, files), None)
+    kaggle_folders = (root, *root.absolute().parents[:4])
+    candidates = (root / TINY_LIST, *(folder / KAGGLE_LIST for folder in kaggle_folders))
+    return next(filter(Path.is_file, candidates), None)
 
 
-def _group_by_list(root: Path, paths: list[str], file: Path) -> dict[str, list[str]]:
+def _group_images_by_list(root: Path, paths: list[str], class_list: Path) -> dict[str, list[str]]:
     """Group images by class, sorted. Each line of the file starts with an image's name and class."""
-    name_class_pairs = [re.split("[,\t ]", line)[:2] for line in file.read_text().splitlines()]
-    class_of = {pair[0].removesuffix(".JPEG"): pair[-1] for pair in name_class_pairs}
+    names_and_classes = [re.split("[,\t ]", line)[:2] for line in class_list.read_text().splitlines()]
+    class_by_stem = {fields[0].removesuffix(".JPEG"): fields[-1] for fields in names_and_classes}
     paths_by_class = defaultdict(list)
     for path in paths:
-        if (name := class_of.get(Path(path).stem)) is None:
-            raise ValueError(f"{file} does not contain the class of {root / path}")
-        paths_by_class[name].append(path)
+        if (class_name := class_by_stem.get(Path(path).stem)) is None:
+            raise ValueError(f"{class_list} does not contain the class of {root / path}")
+        paths_by_class[class_name].append(path)
     return dict(sorted(paths_by_class.items()))
 
 
-def labeled_files(groups: Iterable[ImageGroup], label: LabelFunction) -> Iterator[LabeledFile]:
+def labeled_files(groups: Iterable[ImageGroup], label_of: LabelFunction) -> Iterator[LabeledFile]:
     """Yield the images in the groups with their labels. Skip hidden files and files that are not images.
 
     Raises:
         ValueError: If a name or class occurs twice, or if a group contains no images.
     """
-    classes = set()
-    for number, (class_name, where, files) in enumerate(groups):
-        if class_name in classes:
-            raise ValueError(f"{where} has the same name as another class. Merge the two classes.")
-        classes.add(class_name)
-        names: dict[str, str] = {}  # file name for each key
+    class_names = set()
+    for group_index, (class_name, display_name, files) in enumerate(groups):
+        if class_name in class_names:
+            raise ValueError(f"{display_name} has the same name as another class. Merge the two classes.")
+        class_names.add(class_name)
+        name_by_key: dict[str, str] = {}
         for file in files:
-            if not is_image(name := file.name.rpartition("/")[2]):
+            if not is_image(file_name := file.name.rpartition("/")[2]):
                 continue
             try:
-                class_number = label(class_name, name)
+                label = label_of(class_name, file_name)
             except ValueError as error:
-                raise ValueError(f"{where}: {error}") from None
+                raise ValueError(f"{display_name}: {error}") from None
             # ILSVRC2012's file names contain the WordNet id and are unique within a split. Other file names
             # are unique only within a class.
-            key = os.path.splitext(name)[0].replace(".", "_")
-            has_wnid = WNID.fullmatch(class_name or "") and key.startswith(f"{class_name}_")
+            key = os.path.splitext(file_name)[0].replace(".", "_")
+            has_wnid = WNID_PATTERN.fullmatch(class_name or "") and key.startswith(f"{class_name}_")
             if class_name is not None and not has_wnid:
                 key = f"{class_name}/{key}"
-            if names.get(key, name) != name:  # the key of 1.png is 1_png if 1.jpg exists
-                key = f"{key}_{name.rpartition('.')[2]}"
-            if key in names:
+            if name_by_key.get(key, file_name) != file_name:  # the key of 1.png is 1_png if 1.jpg exists
+                key = f"{key}_{file_name.rpartition('.')[2]}"
+            if key in name_by_key:
                 raise ValueError(
-                    f"{where}: {name} and another image have the same key, {key}. Rename one of the images."
+                    f"{display_name}: {file_name} and another image have the same key, {key}."
+                    " Rename one of the images."
                     " (A key is the image's name without the extension, with _ instead of other dots.)"
                 )
-            names[key] = name
-            yield LabeledFile(number, where, name, key, class_number, file)
-        if not names:  # the tar or folder contains no images
-            raise ValueError(f"{where} contains no images ({' '.join(IMAGE_EXTENSIONS)})")
+            name_by_key[key] = file_name
+            yield LabeledFile(group_index, display_name, file_name, key, label, file)
+        if not name_by_key:  # the tar or folder contains no images
+            raise ValueError(f"{display_name} contains no images ({' '.join(IMAGE_EXTENSIONS)})")
 
 
-def batches(groups: Iterable[ImageGroup], label: LabelFunction) -> Iterator[ImageBatch]:
+def image_batches(groups: Iterable[ImageGroup], label_of: LabelFunction) -> Iterator[ImageBatch]:
     """Yield all images in batches. Each batch contains images from only one group."""
     images, batch_bytes, previous = list[RawImage](), 0, None
-    for labeled_file in labeled_files(groups, label):
+    for labeled_file in labeled_files(groups, label_of):
         is_full = len(images) == BATCH_IMAGES or batch_bytes >= BATCH_BYTES
-        if previous and (labeled_file.group > previous.group or is_full):
-            yield ImageBatch(previous.where, images, batch_bytes, previous.group, [])
+        if previous and (labeled_file.group_index > previous.group_index or is_full):
+            yield ImageBatch(previous.display_name, images, batch_bytes, previous.group_index, [])
             images, batch_bytes = [], 0
-        if not (data := labeled_file.file.read()):
-            raise ValueError(f"{labeled_file.where}: {labeled_file.name} is empty. Remove the file.")
-        images.append(RawImage(labeled_file.name, labeled_file.key, labeled_file.label, data))
-        batch_bytes, previous = batch_bytes + len(data), labeled_file
+        if not (encoded := labeled_file.file.read()):
+            raise ValueError(f"{labeled_file.display_name}: {labeled_file.name} is empty. Remove the file.")
+        images.append(RawImage(labeled_file.name, labeled_file.key, labeled_file.label, encoded))
+        batch_bytes, previous = batch_bytes + len(encoded), labeled_file
     if previous:
-        yield ImageBatch(previous.where, images, batch_bytes, previous.group, [])
+        yield ImageBatch(previous.display_name, images, batch_bytes, previous.group_index, [])
 
 
 # --- Data sets
 
 
-class Originals:
+class OriginalImages:
     """Train and val images in class tars (`<class>.tar`) or class folders (`<class>/`)."""
 
-    hashed = False  # True to compare MD5 sums with the published MD5 sums
+    checks_md5 = False  # True to compare MD5 sums with the published MD5 sums
 
-    def __init__(self, parts: dict[str, str]):
-        """Find the parts of the data set. `parts` maps train, val, devkit or val_labels to paths or URLs."""
-        self.parts = parts
-        self.bytes: dict[str, int] = {}  # size of each archive, or of all images in each folder
-        self.versions: dict[str, str | None] = {}  # text that changes with the content, or None if unknown
-        self.listings: dict[str, str] = {}  # hash of all class names, file names and sizes in each folder
+    def __init__(self, locations: dict[str, str]):
+        """Find the data set. `locations` maps train, val, devkit or val_labels to paths or URLs."""
+        self.locations = locations
+        self.bytes_by_part: dict[str, int] = {}  # size of each archive, or of all images in each folder
+        # Text that changes with a part's content, or None if unknown
+        self.version_by_part: dict[str, str | None] = {}
+        # Hash of all class names, file names and sizes in each folder
+        self.listing_hashes: dict[str, str] = {}
         self.classes: list[dict[str, str]] = []  # keys "wnid" and "name" for each class, in label order
-        self.labels: dict[str, LabelFunction] = {}
-        self.find()
+        self.label_functions: dict[str, LabelFunction] = {}
+        self.inspect_parts()
 
-    def find(self) -> None:
+    def inspect_parts(self) -> None:
         """Determine the sizes and versions of the parts. Raise ValueError for an unusable folder."""
-        listed = {}
-        for part, where in self.parts.items():
-            if Path(where).is_dir():
-                print(f"listing the images in {where}", flush=True)
-                listed[part] = list_folders(Path(where), left_out := IgnoredFiles())
-                if text := str(left_out):
-                    print(f"left out: {text}", flush=True)
-                paths = [path for images in listed[part].values() for path in images]
-                self.bytes[part], self.versions[part] = size_and_version(Path(where), paths)
-                rows = [(path, os.stat(Path(where) / path).st_size) for path in paths]
-                self.listings[part] = digest(rows)[:16]
+        images_by_part = {}
+        for part, location in self.locations.items():
+            if Path(location).is_dir():
+                print(f"listing the images in {location}", flush=True)
+                images_by_class = list_images_by_class(Path(location), ignored_files := IgnoredFiles())
+                if ignored_text := str(ignored_files):
+                    print(f"left out: {ignored_text}", flush=True)
+                paths = [path for class_paths in images_by_class.values() for path in class_paths]
+                self.bytes_by_part[part], self.version_by_part[part] = size_and_version(Path(location), paths)
+                paths_and_sizes = [(path, os.stat(Path(location) / path).st_size) for path in paths]
+                self.listing_hashes[part] = hash_of_rows(paths_and_sizes)[:16]
+                images_by_part[part] = images_by_class
             else:
-                with open_stream(where) as stream:
-                    self.bytes[part], self.versions[part] = stream.size, stream.version
-        if len(listed) == 2:
-            refuse_unknown_classes(self.parts["val"], "val", listed["val"], listed["train"])
+                with open_stream(location) as stream:
+                    self.bytes_by_part[part], self.version_by_part[part] = stream.size, stream.version
+        if len(images_by_part) == 2:
+            refuse_unknown_classes(
+                self.locations["val"], "val", images_by_part["val"], images_by_part["train"]
+            )
 
     def read_classes(self) -> None:
         """Read the class names from the names of class tars or class folders."""
-        split = "train" if "train" in self.parts else "val"
-        if "://" in self.parts[split]:  # reading a class name takes one or more requests
-            print(f"reading the class names in {self.parts[split]}", flush=True)
-        with self.open(split, hashed=False) as (groups, _):
-            names = sorted(group.class_name or "" for group in groups)
-        self.classes = [{"wnid": name, "name": name} for name in names]
-        self.labels = dict.fromkeys(SPLITS, label_by_class(names))
+        split = "train" if "train" in self.locations else "val"
+        if "://" in self.locations[split]:  # reading a class name takes one or more requests
+            print(f"reading the class names in {self.locations[split]}", flush=True)
+        with self.open_split(split, computes_md5=False) as (groups, _):
+            class_names = sorted(group.class_name or "" for group in groups)
+        self.classes = [{"wnid": name, "name": name} for name in class_names]
+        self.label_functions = dict.fromkeys(SPLITS, class_name_labeler(class_names))
 
     @contextlib.contextmanager
-    def open(self, split: str, hashed: bool) -> Iterator[tuple[Iterator[ImageGroup], Stream | None]]:
+    def open_split(self, split: str, computes_md5: bool) -> Iterator[GroupsAndStream]:
         """Open a split. Yield the split's image groups, and their stream or None for class folders."""
-        if Path(self.parts[split]).is_dir():
-            yield class_folders(Path(self.parts[split])), None
+        if Path(self.locations[split]).is_dir():
+            yield class_folders(Path(self.locations[split])), None
             return
-        with open_stream(self.parts[split], "md5" if hashed else None) as stream:
-            yield self.groups(split, stream.archive), stream
+        with open_stream(self.locations[split], "md5" if computes_md5 else None) as stream:
+            yield self.image_groups(split, stream.archive), stream
 
-    def groups(self, split: str, archive: Member) -> Iterator[ImageGroup]:
+    def image_groups(self, split: str, archive: ArchiveMember) -> Iterator[ImageGroup]:
         return class_tars(archive)
 
-    def check(self, split: str, groups: int, images: int, stream: Stream | None) -> None:
+    def check_content(self, split: str, groups: int, images: int, stream: ByteStream | None) -> None:
         """Read the stream to the end. Raise ValueError if the content differs from the published content."""
-        if self.hashed and stream is not None:
+        if self.checks_md5 and stream is not None:
             self.check_md5(split, stream)
 
-    def check_md5(self, part: str, stream: Stream) -> None:
-        if (md5 := stream.digest()) != MD5[part]:
-            problem = f"The file's MD5 is {md5}, but {MD5[part]} is expected"
+    def check_md5(self, part: str, stream: ByteStream) -> None:
+        if (md5 := stream.digest()) != MD5_BY_PART[part]:
+            problem = f"The file's MD5 is {md5}, but {MD5_BY_PART[part]} is expected"
             remedy = "Download the file again, or add --no_verify to use a different file."
-            raise ValueError(f"{stream.where} is not the published file. {problem}. {remedy}")
+            raise ValueError(f"{stream.display_name} is not the published file. {problem}. {remedy}")
 
-    def name_classes(self, largest: int) -> None:
-        """Check that each label up to `largest` has a class name."""
+    def complete_class_names(self, largest_label: int) -> None:
+        """Check that each label up to `largest_label` has a class name."""
 
 
-class Ilsvrc(Originals):
+class Ilsvrc(OriginalImages):
     """Data set in ILSVRC2012's archives.
 
     Without the development kit, class names come from the training archive.
     """
 
-    def __init__(self, parts: dict[str, str], hashed: bool, subset: bool):
-        """Find the archives. With `subset`, accept counts that differ from ILSVRC2012's counts."""
-        super().__init__(parts)
-        self.hashed, self.subset = hashed, subset
+    def __init__(self, locations: dict[str, str], checks_md5: bool, accepts_subset: bool):
+        """Find the archives. With `accepts_subset`, accept counts that differ from ILSVRC2012's counts."""
+        super().__init__(locations)
+        self.checks_md5, self.accepts_subset = checks_md5, accepts_subset
 
     def read_classes(self) -> None:
-        if "devkit" not in self.parts:
+        if "devkit" not in self.locations:
             self._read_classes_of_train()
             return
-        if self.hashed:
-            with open_stream(self.parts["devkit"], "md5") as stream:
+        if self.checks_md5:
+            with open_stream(self.locations["devkit"], "md5") as stream:
                 self.check_md5("devkit", stream)
-        with open_stream(self.parts["devkit"]) as stream:
-            words, val_labels = read_devkit(stream, self.subset)
-        self.classes = [{"wnid": wnid, "name": name} for wnid, name in words.items()]
-        self.labels = {"train": label_by_class([*words]), "val": label_by_number(val_labels)}
-        self.counts = {"train": len(words), "val": len(val_labels)}
+        with open_stream(self.locations["devkit"]) as stream:
+            words_by_wnid, val_labels = read_devkit(stream, self.accepts_subset)
+        self.classes = [{"wnid": wnid, "name": words} for wnid, words in words_by_wnid.items()]
+        train_labeler, val_labeler = class_name_labeler([*words_by_wnid]), image_number_labeler(val_labels)
+        self.label_functions = {"train": train_labeler, "val": val_labeler}
+        self.expected_counts = {"train": len(words_by_wnid), "val": len(val_labels)}
 
     def _read_classes_of_train(self) -> None:
         super().read_classes()
-        wnids = [entry["wnid"] for entry in self.classes]
-        if not self.subset:
-            check_classes(self.parts["train"], len(wnids))
-        self.counts = {"train": len(wnids)}
-        if "val_labels" in self.parts:
-            with open_stream(self.parts["val_labels"]) as stream:
-                val_labels = read_val_labels(stream, wnids, self.subset)
-            self.labels["val"], self.counts["val"] = label_by_number(val_labels), len(val_labels)
+        wnids = [class_["wnid"] for class_ in self.classes]
+        if not self.accepts_subset:
+            check_class_count(self.locations["train"], len(wnids))
+        self.expected_counts = {"train": len(wnids)}
+        if "val_labels" in self.locations:
+            with open_stream(self.locations["val_labels"]) as stream:
+                val_labels = read_val_labels(stream, wnids, self.accepts_subset)
+            self.label_functions["val"] = image_number_labeler(val_labels)
+            self.expected_counts["val"] = len(val_labels)
 
-    def groups(self, split: str, archive: Member) -> Iterator[ImageGroup]:
+    def image_groups(self, split: str, archive: ArchiveMember) -> Iterator[ImageGroup]:
         if split == "val":
-            return iter([ImageGroup(None, archive.where, members(archive))])
+            return iter([ImageGroup(None, archive.display_name, members(archive))])
         return class_tars(archive)
 
-    def check(self, split: str, groups: int, images: int, stream: Stream | None) -> None:
+    def check_content(self, split: str, groups: int, images: int, stream: ByteStream | None) -> None:
         count, noun = (groups, "classes") if split == "train" else (images, "images")
-        if not self.subset and count != self.counts[split]:
-            problem = f"contains {count:,} {noun} instead of {self.counts[split]:,}"
+        if not self.accepts_subset and count != self.expected_counts[split]:
+            problem = f"contains {count:,} {noun} instead of {self.expected_counts[split]:,}"
             remedy = "Download the archive again, or add --subset to use a subset."
-            raise ValueError(f"{self.parts[split]} {problem}. {remedy}")
-        super().check(split, groups, images, stream)
+            raise ValueError(f"{self.locations[split]} {problem}. {remedy}")
+        super().check_content(split, groups, images, stream)
 
 
-class ParquetFolder(Originals):
+class ParquetFolder(OriginalImages):
     """Parquet files of train and val in a folder. An image's name is its row number in the split."""
 
-    def find(self) -> None:
-        folder = Path(self.parts["train"])
-        if not folder.is_dir() or (tables := parquet_files(folder)) is None:
+    def inspect_parts(self) -> None:
+        folder = Path(self.locations["train"])
+        if not folder.is_dir() or (files_by_name := parquet_files(folder)) is None:
             raise ValueError(f"--data {folder} contains no train-*.parquet. Pass a folder with such files.")
-        if (val := used_splits(tables).get("val")) is None:
+        if (val_name := used_splits(files_by_name).get("val")) is None:
             missing = "no val-, valid- or test-*.parquet"
             raise ValueError(f"--data {folder} contains train-*.parquet, but {missing}")
-        files = {"train": tables["train"], "val": tables[val]}
-        self.tables = {split: [Table(str(path), path) for path in paths] for split, paths in files.items()}
-        for split, paths in files.items():
-            names = [str(path.relative_to(folder)) for path in paths]
-            self.bytes[split], self.versions[split] = size_and_version(folder, names)
+        files_by_split = {"train": files_by_name["train"], "val": files_by_name[val_name]}
+        self.tables_by_split: dict[str, list[Table]] = {}
+        for split, files in files_by_split.items():
+            self.tables_by_split[split] = [Table(str(file), file) for file in files]
+            names = [str(file.relative_to(folder)) for file in files]
+            self.bytes_by_part[split], self.version_by_part[split] = size_and_version(folder, names)
 
     def read_classes(self) -> None:
-        names, labels = read_labels(self.tables, DEFAULT_COLUMNS, lambda: None)
-        self.classes = [{"wnid": name, "name": name} for name in names]
-        self.labels = {split: partial(_label_in_row, labels[split].numbers) for split in self.tables}
+        class_names, labels = read_labels(self.tables_by_split, DEFAULT_COLUMNS, lambda: None)
+        self.classes = [{"wnid": name, "name": name} for name in class_names]
+        self.label_functions = {
+            split: partial(_label_in_row, labels[split].numbers) for split in self.tables_by_split
+        }
 
     @contextlib.contextmanager
-    def open(self, split: str, hashed: bool) -> Iterator[tuple[Iterator[ImageGroup], Stream | None]]:
-        def image(row: int, content: bytes) -> ImageFile:  # unknown formats are refused later, by the decoder
-            extension = next((end for begin, end in MAGIC_BYTES.items() if content.startswith(begin)), ".jpg")
-            return ImageFile(f"{row:09d}{extension}", partial(bytes, content))
+    def open_split(self, split: str, computes_md5: bool) -> Iterator[GroupsAndStream]:
+        def image_file(row: int, encoded: bytes) -> ImageFile:  # the decoder refuses unknown formats later
+            magic = next(filter(encoded.startswith, EXTENSION_BY_MAGIC_BYTES), b"")
+            extension = EXTENSION_BY_MAGIC_BYTES.get(magic, ".jpg")
+            return ImageFile(f"{row:09d}{extension}", partial(bytes, encoded))
 
-        contents = read_images(self.tables[split], DEFAULT_COLUMNS, lambda: None)
-        files = (image(row, content) for row, (content, _) in enumerate(contents))
-        yield iter([ImageGroup(None, self.parts[split], files)]), None
+        images = read_images(self.tables_by_split[split], DEFAULT_COLUMNS, lambda: None)
+        files = (image_file(row, encoded) for row, (encoded, _) in enumerate(images))
+        yield iter([ImageGroup(None, self.locations[split], files)]), None
 
 
 def size_and_version(folder: Path, paths: list[str]) -> tuple[int, str]:
     """Return the files' total size in bytes, and a version that changes when any of the files changes."""
-    stats = [os.stat(folder / path) for path in paths]
-    path_size_time = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in zip(paths, stats, strict=True)]
-    return sum(size for _, size, _ in path_size_time), digest(path_size_time)
+    path_size_time = []
+    for path in paths:
+        file_stat = os.stat(folder / path)
+        path_size_time.append((path, file_stat.st_size, file_stat.st_mtime_ns))
+    return sum(size for _, size, _ in path_size_time), hash_of_rows(path_size_time)
 
 
-def digest(rows: Sequence[tuple[Any, ...]]) -> str:
+def hash_of_rows(rows: Sequence[tuple[Any, ...]]) -> str:
     """Return the SHA-256 of a list of tuples, for example (path, size, time)."""
     return hashlib.sha256(repr(rows).encode(errors="surrogateescape")).hexdigest()
 
@@ -374,28 +398,30 @@ def digest(rows: Sequence[tuple[Any, ...]]) -> str:
 # --- Labels
 
 
-def label_by_class(names: Sequence[str]) -> LabelFunction:
-    label_of = {name: label for label, name in enumerate(names)}
+def class_name_labeler(class_names: Sequence[str]) -> LabelFunction:
+    label_by_class = {name: label for label, name in enumerate(class_names)}
 
-    def label(class_name: str | None, name: str) -> int:
-        if class_name not in label_of:
-            raise ValueError(f"class {class_name} is not one of the {len(label_of):,} classes")
-        return label_of[class_name]
+    def label_of(class_name: str | None, file_name: str) -> int:
+        if class_name not in label_by_class:
+            raise ValueError(f"class {class_name} is not one of the {len(label_by_class):,} classes")
+        return label_by_class[class_name]
 
-    return label
+    return label_of
 
 
-def label_by_number(labels: np.ndarray) -> LabelFunction:
+def image_number_labeler(labels: np.ndarray) -> LabelFunction:
     """Return a function that maps ILSVRC2012_val_00000001.JPEG to the first label and so on."""
 
-    def label(_: str | None, name: str) -> int:
-        match = VAL_NAME.fullmatch(name)
-        if match is None or not 1 <= int(match[1]) <= len(labels):
-            raise ValueError(f"{name} is not one of the {len(labels):,} images that have labels")
-        return int(labels[int(match[1]) - 1])
+    def label_of(_class_name: str | None, file_name: str) -> int:
+        match = VAL_NAME_PATTERN.fullmatch(file_name)
+        image_number = int(match[1]) if match else 0
+        if not 1 <= image_number <= len(labels):
+            raise ValueError(f"{file_name} is not one of the {len(labels):,} images that have labels")
+        return int(labels[image_number - 1])
 
-    return label
+    return label_of
 
 
-def _label_in_row(labels: np.ndarray, _: str | None, name: str) -> int:
-    return int(labels[int(name.partition(".")[0])])
+def _label_in_row(labels: np.ndarray, _class_name: str | None, file_name: str) -> int:
+    row = int(file_name.partition(".")[0])
+    return int(labels[row])

@@ -20,15 +20,15 @@ from onecurve.data.shards import MANIFEST_FORMAT, index_file_name
 from onecurve.system.progress import ReadingProgress
 from onecurve.system.s3 import ObjectStore
 from onecurve.system.text import printable
-from tools.prepare.devkit import DEVKIT, TRAIN, VAL
+from tools.prepare.devkit import DEVKIT_ARCHIVE, TRAIN_ARCHIVE, VAL_ARCHIVE
 from tools.prepare.journal import Journal
-from tools.prepare.originals import Ilsvrc, ImageBatch, Originals, ParquetFolder, batches
+from tools.prepare.originals import Ilsvrc, ImageBatch, OriginalImages, ParquetFolder, image_batches
 from tools.prepare.recode import recode_all
-from tools.prepare.webdataset import THREADS, WebDataset, find_patterns
+from tools.prepare.webdataset import READER_THREADS, WebDataset, find_patterns
 from tools.prepare.writer import ShardWriter, write_shard_index
 
-INPUTS = {
-    "imagenet": {"train": TRAIN, "val": VAL, "devkit": DEVKIT},
+INPUT_NAMES = {
+    "imagenet": {"train": TRAIN_ARCHIVE, "val": VAL_ARCHIVE, "devkit": DEVKIT_ARCHIVE},
     "tar": {"train": "train.tar", "val": "val.tar"},
     "folder": {"train": "train", "val": "val"},
 }
@@ -50,130 +50,141 @@ class Preparation:
             "seed": flags.seed,
             "resize": {"short_side": flags.resize, "quality": flags.quality} if flags.resize else None,
             "shard_mib": flags.shard_mib,
-            "inputs": self.dataset.bytes,
+            "inputs": self.dataset.bytes_by_part,
         }
-        if self.dataset.listings:
-            self.settings["names_and_sizes"] = self.dataset.listings
+        if self.dataset.listing_hashes:
+            self.settings["names_and_sizes"] = self.dataset.listing_hashes
         if isinstance(self.dataset, WebDataset):
-            self.settings |= {"patterns": self.dataset.parts, "classes": flags.classes}
+            self.settings |= {"patterns": self.dataset.locations, "classes": flags.classes}
         self.journal = Journal(self.folder, self.store, self.settings, self.dataset)
 
     def run(self) -> None:
         with self.journal.locked():
-            if (complete := self.journal.complete_splits()) is not None:
+            if (complete_splits := self.journal.complete_splits()) is not None:
                 print(f"{self.flags.out} is already complete")
-                self._print_training_flags(complete)
+                self._print_training_flags(complete_splits)
                 return
             self.dataset.read_classes()
             self.journal.begin_or_resume()
-            for split in self._given_splits():
+            for split in self._splits_to_prepare():
                 prepare_split = self._index_split if self.flags.format == "index" else self._write_split
-                if not self.journal.entry(split):
+                if not self.journal.split_entry(split):
                     prepare_split(split)
                 if self.store is not None:
                     self._upload_split(split, self.store)
             self._finish()
 
-    def _given_splits(self) -> list[str]:
-        return [split for split in SPLITS if split in self.dataset.parts]
+    def _splits_to_prepare(self) -> list[str]:
+        return [split for split in SPLITS if split in self.dataset.locations]
 
     def _finish(self) -> None:
         flags, dataset = self.flags, self.dataset
-        entries = {split: self.journal.entry(split) for split in self._given_splits()}
-        finished = {split: entry["finished"] for split, entry in entries.items()}
-        reencoded = [{"split": split, **image} for split, entry in entries.items() for image in entry["odd"]]
-        dataset.name_classes(max(entry.pop("largest_label", 0) for entry in finished.values()))
-        name = "imagenet" if flags.source == "imagenet" else Path(flags.data or flags.train or flags.val).stem
+        entries = {split: self.journal.split_entry(split) for split in self._splits_to_prepare()}
+        finished_splits = {split: entry["finished"] for split, entry in entries.items()}
+        reencoded_images = [
+            {"split": split, **image} for split, entry in entries.items() for image in entry["odd"]
+        ]
+        largest_labels = [finished.pop("largest_label", 0) for finished in finished_splits.values()]
+        dataset.complete_class_names(max(largest_labels))
+        source_path = Path(flags.data or flags.train or flags.val)
+        data_name = "imagenet" if flags.source == "imagenet" else source_path.stem
         self.journal.finish(
             {
                 "format": MANIFEST_FORMAT,
                 "kind": "in_place" if flags.format == "index" else "shards",
-                "name": name or "images",
+                "name": data_name or "images",
                 "seed": flags.seed,
                 "resize": self.settings["resize"],
                 "classes": dataset.classes,
-                "splits": finished,
-                "reencoded": reencoded,
+                "splits": finished_splits,
+                "reencoded": reencoded_images,
                 "settings": self.settings,
             }
         )
-        counts = ", ".join(f"{entry['images']:,} images of {split}" for split, entry in finished.items())
-        print(f"{flags.out} is complete: {counts}, {len(dataset.classes):,} classes")
-        for image in reencoded:
+        counts = [f"{entry['images']:,} images of {split}" for split, entry in finished_splits.items()]
+        print(f"{flags.out} is complete: {', '.join(counts)}, {len(dataset.classes):,} classes")
+        for image in reencoded_images:
             print(f"re-encoded as RGB JPEG: {image['split']} {image['key']} ({image['why']})")
-        for split in sorted(set(SPLITS) - finished.keys()):
-            print(f"There is no {split} split. {REMEDY[split]}")
-        self._print_training_flags(finished)
+        for missing_split in sorted(set(SPLITS) - finished_splits.keys()):
+            print(f"There is no {missing_split} split. {REMEDY[missing_split]}")
+        self._print_training_flags(finished_splits)
 
     def _print_training_flags(self, splits: dict[str, Any]) -> None:
         if "train" not in splits:
             return
-        words = f"--data {shlex.quote(self.journal.out)}" + ("" if "val" in splits else " --holdout 0.1")
-        print(printable(f"train with: {words}"))
+        training_flags = f"--data {shlex.quote(self.journal.output)}"
+        training_flags += "" if "val" in splits else " --holdout 0.1"
+        print(printable(f"train with: {training_flags}"))
 
     # --- One split
 
     def _index_split(self, split: str) -> None:
         """Write an index of existing shards without copying the shards."""
-        dataset, began = self.dataset, time.perf_counter()
+        dataset, started_at = self.dataset, time.perf_counter()
         assert isinstance(dataset, WebDataset)
-        rows, names, shards = array("q"), CollectedNames(), list[dict[str, Any]]()
-        pool = ThreadPoolExecutor(THREADS)
+        index_rows, image_names, shard_entries = array("q"), CollectedNames(), list[dict[str, Any]]()
+        pool = ThreadPoolExecutor(READER_THREADS)
         try:
-            with ReadingProgress(split, dataset.bytes[split]) as reading:
-                tars = dataset.shards[split]
-                for tar, (tar_rows, sha256) in zip(tars, pool.map(dataset.index, tars), strict=True):
-                    for row in tar_rows:
-                        rows.extend((len(shards), row.offset, row.length, row.label))
-                        names.add(row.name)
-                    count = len(tar_rows)
-                    shards.append({"file": tar.url, "bytes": tar.bytes, "images": count, "sha256": sha256})
-                    reading.tell(sum(shard["bytes"] for shard in shards))
+            with ReadingProgress(split, dataset.bytes_by_part[split]) as progress:
+                shards = dataset.shards_by_split[split]
+                indexed_shards = zip(shards, pool.map(dataset.index_shard, shards), strict=True)
+                for shard_number, (shard, (images, sha256)) in enumerate(indexed_shards):
+                    for image in images:
+                        index_rows.extend((shard_number, image.offset, image.length, image.label))
+                        image_names.add(image.name)
+                    shard_entry = {"file": shard.url, "bytes": shard.bytes, "images": len(images)}
+                    shard_entries.append(shard_entry | {"sha256": sha256})
+                    progress.tell(sum(entry["bytes"] for entry in shard_entries))
         finally:
             pool.shutdown(cancel_futures=True)
-        digest, largest = write_shard_index(self.folder, split, rows, names)
-        images = sum(shard["images"] for shard in shards)
-        entry = {"images": images, "index_sha256": digest, "shards": shards, "largest_label": largest}
-        self.journal.record(split, {"finished": entry, "odd": [], "verified": dataset.hashed})
-        seconds = time.perf_counter() - began
-        print(f"{split}: {images:,} images in {len(shards):,} tars indexed in {seconds:.2f} s", flush=True)
+        index_sha256, largest_label = write_shard_index(self.folder, split, index_rows, image_names)
+        image_count = sum(entry["images"] for entry in shard_entries)
+        split_entry = {"images": image_count, "index_sha256": index_sha256, "shards": shard_entries}
+        split_entry["largest_label"] = largest_label
+        journal_entry = {"finished": split_entry, "odd": [], "verified": dataset.checks_md5}
+        self.journal.record_split(split, journal_entry)
+        seconds = time.perf_counter() - started_at
+        counts = f"{image_count:,} images in {len(shard_entries):,} tars"
+        print(f"{split}: {counts} indexed in {seconds:.2f} s", flush=True)
 
     def _write_split(self, split: str) -> None:
         """Write a split's shards in one pass."""
         flags, dataset = self.flags, self.dataset
         with contextlib.ExitStack() as stack:
-            groups, stream = stack.enter_context(dataset.open(split, dataset.hashed))
+            groups, stream = stack.enter_context(dataset.open_split(split, dataset.checks_md5))
             # Check each JPEG unless the archive is verified by MD5 sums, which exist only for ImageNet.
-            strict = not flags.no_verify and not (dataset.hashed and stream)
-            images = recode_all(batches(groups, dataset.labels[split]), flags.resize, flags.quality, strict)
-            stack.callback(images.close)  # ends the threads that re-encode images
-            sampled = list(islice(images, SAMPLED_BATCHES))
-            writer = ShardWriter(self.folder, split, self._shard_count(split, sampled), flags.seed)
+            checks_jpegs = not flags.no_verify and not (dataset.checks_md5 and stream)
+            original_batches = image_batches(groups, dataset.label_functions[split])
+            batches = recode_all(original_batches, flags.resize, flags.quality, checks_jpegs)
+            stack.callback(batches.close)  # ends the threads that re-encode images
+            first_batches = list(islice(batches, SAMPLED_BATCHES))
+            writer = ShardWriter(self.folder, split, self._shard_count(split, first_batches), flags.seed)
             stack.callback(writer.close)
-            reading = stack.enter_context(ReadingProgress(split, dataset.bytes[split]))
-            reencoded, read_bytes, last_group = list[dict[str, str]](), 0, 0
-            for batch in chain(sampled, images):
+            progress = stack.enter_context(ReadingProgress(split, dataset.bytes_by_part[split]))
+            reencoded_images, read_bytes, last_group = list[dict[str, str]](), 0, 0
+            for batch in chain(first_batches, batches):
                 writer.write(batch.images)
-                reencoded += batch.odd
-                read_bytes += batch.bytes
-                last_group = batch.group
-                reading.show(writer.count, read_bytes)
-            dataset.check(split, last_group + 1, writer.count, stream)
-            entry = {"finished": writer.finish(), "odd": reencoded, "verified": dataset.hashed}
-            self.journal.record(split, entry)
-            reading.end(writer.count, read_bytes)
+                reencoded_images += batch.reencoded
+                read_bytes += batch.original_bytes
+                last_group = batch.group_index
+                progress.show(writer.image_count, read_bytes)
+            dataset.check_content(split, last_group + 1, writer.image_count, stream)
+            finished = writer.finish()
+            journal_entry = {"finished": finished, "odd": reencoded_images, "verified": dataset.checks_md5}
+            self.journal.record_split(split, journal_entry)
+            progress.end(writer.image_count, read_bytes)
 
-    def _shard_count(self, split: str, sampled: list[ImageBatch]) -> int:
+    def _shard_count(self, split: str, first_batches: list[ImageBatch]) -> int:
         """Estimate the number of shards from the first batches.
 
         Raises:
             ValueError: If there are no images, or if the disk has too little free space.
         """
-        original_bytes = sum(batch.bytes for batch in sampled)
-        prepared_bytes = sum(len(image.data) for batch in sampled for image in batch.images)
+        original_bytes = sum(batch.original_bytes for batch in first_batches)
+        prepared_bytes = sum(len(image.encoded) for batch in first_batches for image in batch.images)
         if not original_bytes:
-            raise ValueError(f"{self.dataset.parts[split]} contains no images")
-        needed_bytes = math.ceil(self.dataset.bytes[split] * prepared_bytes / original_bytes)
+            raise ValueError(f"{self.dataset.locations[split]} contains no images")
+        needed_bytes = math.ceil(self.dataset.bytes_by_part[split] * prepared_bytes / original_bytes)
         if needed_bytes > (free_bytes := shutil.disk_usage(self.folder).free):
             raise ValueError(
                 f"{self.folder} needs {needed_bytes / 2**30:,.1f} GiB, but only {free_bytes / 2**30:,.1f} GiB"
@@ -183,74 +194,80 @@ class Preparation:
 
     def _upload_split(self, split: str, store: ObjectStore) -> None:
         """Upload a finished split shard by shard, and remove each local shard after its upload."""
-        shards = [] if self.flags.source == "shards" else self.journal.entry(split)["finished"]["shards"]
-        sizes = {shard["file"]: shard["bytes"] for shard in shards}
+        is_indexed_in_place = self.flags.source == "shards"
+        shards = [] if is_indexed_in_place else self.journal.split_entry(split)["finished"]["shards"]
+        bytes_by_file = {shard["file"]: shard["bytes"] for shard in shards}
         uploaded_bytes = 0
-        with ReadingProgress(split, sum(sizes.values()), "uploaded") as progress:
-            for file in (*sizes, names_file_name(split), index_file_name(split)):
-                if (self.folder / file).exists():  # an earlier start has uploaded a missing file
-                    store.upload(self.folder / file, file)
-                    (self.folder / file).unlink()
-                uploaded_bytes += sizes.get(file, 0)
+        with ReadingProgress(split, sum(bytes_by_file.values()), "uploaded") as progress:
+            for file_name in (*bytes_by_file, names_file_name(split), index_file_name(split)):
+                if (self.folder / file_name).exists():  # an earlier start has uploaded a missing file
+                    store.upload(self.folder / file_name, file_name)
+                    (self.folder / file_name).unlink()
+                uploaded_bytes += bytes_by_file.get(file_name, 0)
                 progress.tell(uploaded_bytes)
         print(f"{split} was uploaded to {store.url}", flush=True)
 
 
-def find_dataset(flags: argparse.Namespace) -> Originals:
+def find_dataset(flags: argparse.Namespace) -> OriginalImages:
     """Find the data set parts that the flags specify."""
-    base = os.path.expanduser(flags.data or "")
-    by_flags = {part: path for part in (*SPLITS, "devkit", "val_labels") if (path := getattr(flags, part))}
+    data_location = os.path.expanduser(flags.data or "")
+    flag_values = {part: getattr(flags, part) for part in (*SPLITS, "devkit", "val_labels")}
+    locations_from_flags = {part: path for part, path in flag_values.items() if path}
     if flags.source == "shards":
-        patterns = (find_patterns(base) if base else {}) | by_flags
+        patterns = (find_patterns(data_location) if data_location else {}) | locations_from_flags
         if not patterns:
             problem = "contains no shards named *train*.tar or *val*.tar"
-            raise ValueError(f"--data {base} {problem}. Pass --train and --val.")
+            raise ValueError(f"--data {data_location} {problem}. Pass --train and --val.")
         return WebDataset(patterns, flags.classes)
     if flags.source == "parquet":
-        return ParquetFolder(dict.fromkeys(SPLITS, str(Path(base).absolute())))
-    names = INPUTS[flags.source]
-    if flags.source == "folder" and Path(base).is_dir():
-        folders = split_folders(Path(base))
-        for part, split in used_splits(folders).items():
-            if part in SPLITS and (folder := folders.get(split)):
-                names = names | {part: folder}
-    parts = _find_parts(base, names) | by_flags
-    is_ilsvrc = flags.source == "imagenet" or "val_labels" in by_flags
-    if flags.source == "tar" and not {"train", "val"} & parts.keys():  # look for ILSVRC2012's file names
-        parts |= _find_parts(base, INPUTS["imagenet"])
+        return ParquetFolder(dict.fromkeys(SPLITS, str(Path(data_location).absolute())))
+    name_by_part = INPUT_NAMES[flags.source]
+    if flags.source == "folder" and Path(data_location).is_dir():
+        folder_by_name = split_folders(Path(data_location))
+        for part, folder_name in used_splits(folder_by_name).items():
+            if part in SPLITS and (folder := folder_by_name.get(folder_name)):
+                name_by_part = name_by_part | {part: folder}
+    locations = _find_parts(data_location, name_by_part) | locations_from_flags
+    is_ilsvrc = flags.source == "imagenet" or "val_labels" in locations_from_flags
+    if flags.source == "tar" and not {"train", "val"} & locations.keys():  # look for ILSVRC2012's file names
+        locations |= _find_parts(data_location, INPUT_NAMES["imagenet"])
         is_ilsvrc = True
-    if not {"train", "val"} & parts.keys():
-        problem = f"contains neither {names['train']} nor {names['val']}"
-        raise ValueError(f"--data {base} {problem}. Pass --train and --val.")
+    if not {"train", "val"} & locations.keys():
+        problem = f"contains neither {name_by_part['train']} nor {name_by_part['val']}"
+        raise ValueError(f"--data {data_location} {problem}. Pass --train and --val.")
     if is_ilsvrc:
-        _check_labels(parts, base)
-        return Ilsvrc(parts, not flags.no_verify, flags.subset)
-    return Originals(parts)
+        _check_label_sources(locations, data_location)
+        return Ilsvrc(locations, not flags.no_verify, flags.subset)
+    return OriginalImages(locations)
 
 
-def _find_parts(base: str, names: dict[str, str]) -> dict[str, str]:
-    paths = {part: f"{base.rstrip('/')}/{name}" for part, name in names.items() if base}
-    return {part: path for part, path in paths.items() if path_exists(path)}
+def _find_parts(data_location: str, name_by_part: dict[str, str]) -> dict[str, str]:
+    if not data_location:
+        return {}
+    candidates = {part: f"{data_location.rstrip('/')}/{name}" for part, name in name_by_part.items()}
+    return {part: path for part, path in candidates.items() if location_exists(path)}
 
 
-def _check_labels(parts: dict[str, str], base: str) -> None:
+def _check_label_sources(locations: dict[str, str], data_location: str) -> None:
     """Raise ValueError unless there is exactly one source for the classes and one for the val labels."""
-    if "devkit" in parts:
-        if "val_labels" in parts:
-            raise ValueError(f"{parts['devkit']} already contains the labels of val. Remove --val_labels.")
-    elif "train" not in parts or ("val" in parts and "val_labels" not in parts):
-        names_classes = " and the class names" if "train" not in parts else ""
-        where = f" in {base}" if base else ""
+    if "devkit" in locations:
+        if "val_labels" in locations:
+            problem = f"{locations['devkit']} already contains the labels of val"
+            raise ValueError(f"{problem}. Remove --val_labels.")
+    elif "train" not in locations or ("val" in locations and "val_labels" not in locations):
+        missing_content = "the labels of val"
+        missing_content += " and the class names" if "train" not in locations else ""
+        in_base = f" in {data_location}" if data_location else ""
         raise ValueError(
-            f"{DEVKIT}, which contains the labels of val{names_classes}, is missing{where}. Pass --devkit."
+            f"{DEVKIT_ARCHIVE}, which contains {missing_content}, is missing{in_base}. Pass --devkit."
             " With the training archive, --val_labels FILE can replace --devkit. FILE contains a WordNet id"
             " or index per line."
         )
 
 
-def path_exists(where: str) -> bool:
+def location_exists(path_or_url: str) -> bool:
     """Return True if the path or S3 object exists."""
-    if where.startswith("s3://"):
-        folder, _, name = where.rpartition("/")
-        return ObjectStore(folder).size_and_etag(name) is not None
-    return Path(where).exists()
+    if path_or_url.startswith("s3://"):
+        prefix_url, _, name = path_or_url.rpartition("/")
+        return ObjectStore(prefix_url).size_and_etag(name) is not None
+    return Path(path_or_url).exists()

@@ -10,17 +10,17 @@ from onecurve.data.decode import JPEG_PREFIX, decode_image, find_damage, jpeg_fr
 from onecurve.system.processes import allowed_cores
 from tools.prepare.originals import ImageBatch, RawImage
 
-PNG = b"\x89PNG"
-QUALITY = 95  # JPEG quality of re-encoded images that keep their size
+PNG_MAGIC_BYTES = b"\x89PNG"
+FULL_SIZE_QUALITY = 95  # JPEG quality of re-encoded images that keep their size
 
 
 def recode_all(
-    source: Iterable[ImageBatch], short_side: int | None, quality: int, strict: bool = False
+    batches: Iterable[ImageBatch], short_side: int | None, quality: int, strict: bool = False
 ) -> Generator[ImageBatch, None, None]:
-    """Yield the batches in order. Convert CMYK images and misnamed PNGs to RGB JPEGs with quality QUALITY.
+    """Yield the batches in order. Convert CMYK images and misnamed PNGs to RGB JPEGs (FULL_SIZE_QUALITY).
 
     Args:
-        source: Batches of images.
+        batches: Batches of images.
         short_side: Shorter side to which larger images are resized, using all cores. None keeps all sizes.
         quality: JPEG quality of resized images.
         strict: True to also refuse JPEGs with missing parts.
@@ -29,19 +29,19 @@ def recode_all(
         ValueError: If an image can't be decoded. The message contains the image's name.
     """
     if short_side is None and not strict:
-        yield from (_recode_batch(batch, None, quality, False) for batch in source)
+        yield from (_recode_batch(batch, None, quality, False) for batch in batches)
         return
     # PIL releases the GIL, so threads suffice. On two cores, threads were 1.06 times as fast as processes.
     cores = allowed_cores()
     pool = ThreadPoolExecutor(cores)
-    pending: deque[Future[ImageBatch]] = deque()
+    pending_batches: deque[Future[ImageBatch]] = deque()
     try:
-        for batch in source:
-            pending.append(pool.submit(_recode_batch, batch, short_side, quality, strict))
-            if len(pending) > 2 * cores + 1:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+        for batch in batches:
+            pending_batches.append(pool.submit(_recode_batch, batch, short_side, quality, strict))
+            if len(pending_batches) > 2 * cores + 1:
+                yield pending_batches.popleft().result()
+        while pending_batches:
+            yield pending_batches.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -51,43 +51,44 @@ def _recode_batch(batch: ImageBatch, short_side: int | None, quality: int, stric
         original_format = format_to_convert(image)
         remedy = "" if original_format else ", or remove --resize"
         try:
-            recoded_data = resize_image(image.data, short_side, quality) if short_side else None
-            if not recoded_data:
-                is_refused = original_format is not None
-                recoded_data = _as_jpeg(_decode_upright(image.data), QUALITY) if is_refused else image.data
-            if strict and (problem := find_damage(image.data)):
+            recoded = resize_image(image.encoded, short_side, quality) if short_side else None
+            if not recoded and original_format:
+                recoded = _encode_jpeg(_decode_upright(image.encoded), FULL_SIZE_QUALITY)
+            recoded = recoded or image.encoded
+            if strict and (problem := find_damage(image.encoded)):
                 remedy = ", or pass --no_verify to keep the image unchanged"
                 raise ValueError(problem)
         except (ValueError, OSError) as error:  # the encoder raises OSError
             problem = f"{image.name} can't be decoded: {error}"
-            raise ValueError(f"{batch.where}: {problem}. Remove the image{remedy}") from None
-        if recoded_data is not image.data:
+            raise ValueError(f"{batch.display_name}: {problem}. Remove the image{remedy}") from None
+        if recoded is not image.encoded:
             stem, extension = os.path.splitext(image.name)
-            name = image.name if extension.lower() in (".jpg", ".jpeg") else f"{stem}.jpg"
-            batch.images[index] = image._replace(name=name, data=recoded_data)
+            is_named_jpeg = extension.lower() in (".jpg", ".jpeg")
+            new_name = image.name if is_named_jpeg else f"{stem}.jpg"
+            batch.images[index] = image._replace(name=new_name, encoded=recoded)
         if original_format:
-            batch.odd.append({"key": image.key, "why": original_format})
+            batch.reencoded.append({"key": image.key, "why": original_format})
     return batch
 
 
 def format_to_convert(image: RawImage) -> str | None:
     """Return "PNG" (misnamed) or "CMYK" for an image that fast decoders refuse, and None for other images."""
-    if image.data[:4] == PNG and not image.name.lower().endswith(".png"):
+    if image.encoded.startswith(PNG_MAGIC_BYTES) and not image.name.lower().endswith(".png"):
         return "PNG"
-    frame = jpeg_frame(image.data)
+    frame = jpeg_frame(image.encoded)
     return "CMYK" if frame is not None and frame.components == 4 else None
 
 
-def _decode_upright(data: bytes):
+def _decode_upright(encoded: bytes):
     """Decode an image to PIL's mode RGB or L and apply the EXIF rotation.
 
     Raise ValueError if decoding fails.
     """
     from PIL import Image, ImageOps
 
-    if data[:2] != JPEG_PREFIX:
-        return Image.fromarray(decode_image(data))
-    picture = open_image(data)
+    if not encoded.startswith(JPEG_PREFIX):
+        return Image.fromarray(decode_image(encoded))
+    picture = open_image(encoded)
     try:
         picture = ImageOps.exif_transpose(picture)
         picture.load()
@@ -96,7 +97,7 @@ def _decode_upright(data: bytes):
     return picture if picture.mode in ("L", "RGB") else picture.convert("RGB")
 
 
-def resize_image(data: bytes, short_side: int, quality: int) -> bytes | None:
+def resize_image(encoded: bytes, short_side: int, quality: int) -> bytes | None:
     """Resize an image to a shorter side.
 
     Return None if the image is already small enough. The filter and the EXIF rotation are the same as in
@@ -104,16 +105,16 @@ def resize_image(data: bytes, short_side: int, quality: int) -> bytes | None:
     """
     from PIL import Image
 
-    picture = _decode_upright(data)
+    picture = _decode_upright(encoded)
     width, height = picture.size
-    shorter = min(width, height)
-    if shorter <= short_side:
+    shorter_side = min(width, height)
+    if shorter_side <= short_side:
         return None
-    size = (width * short_side // shorter, height * short_side // shorter)
-    return _as_jpeg(picture.resize(size, Image.Resampling.BILINEAR), quality)
+    new_size = (width * short_side // shorter_side, height * short_side // shorter_side)
+    return _encode_jpeg(picture.resize(new_size, Image.Resampling.BILINEAR), quality)
 
 
-def _as_jpeg(picture, quality: int) -> bytes:
+def _encode_jpeg(picture, quality: int) -> bytes:
     buffer = BytesIO()
     picture.save(buffer, "JPEG", quality=quality)
     return buffer.getvalue()

@@ -20,38 +20,41 @@ from onecurve.data.decode import IMAGE_EXTENSIONS
 from onecurve.data.encoded import SPLITS
 from onecurve.system.files import parse_json
 from onecurve.system.s3 import ObjectStore
-from tools.prepare.archives import Member, members, open_stream
-from tools.prepare.originals import Originals, digest
+from tools.prepare.archives import ArchiveMember, members, open_stream
+from tools.prepare.originals import OriginalImages, hash_of_rows
 
-KEYWORDS = {"train": ("train",), "val": ("val", "test")}  # words in the names of a split's shards or folders
-WILDCARD = re.compile(r"[*?[]")
-BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")  # braces in WebDataset patterns, such as train-{0000..1023}.tar
+# Words in the names of a split's shards or folders
+KEYWORDS_BY_SPLIT = {"train": ("train",), "val": ("val", "test")}
+WILDCARD_PATTERN = re.compile(r"[*?[]")
+BRACES_PATTERN = re.compile(r"\{(\d+)\.\.(\d+)\}")  # for WebDataset patterns such as train-{0000..1023}.tar
 IMAGE_FIELDS = tuple(extension.removeprefix(".") for extension in IMAGE_EXTENSIONS)
-CLASS_FIELDS, JSON_CLASS_KEYS = ("cls", "json"), ("label", "cls")
-LARGEST_FIELD_BYTES = 2**20
-LARGEST_CLASS = 2**20
-THREADS = 8  # number of threads that read shards. The threads mostly wait for S3
+CLASS_FIELDS = ("cls", "json")
+JSON_CLASS_KEYS = ("label", "cls")
+MAX_FIELD_BYTES = 2**20
+CLASS_LIMIT = 2**20  # labels are smaller than this number
+MAX_CLASS_DIGITS = 8  # maximum number of digits of a label, including leading zeros
+READER_THREADS = 8  # number of threads that read shards. The threads mostly wait for S3
 
 
 class ShardTar(NamedTuple):
     url: str  # absolute path or s3://bucket/key
-    bytes: int
-    version: str | None
+    bytes: int  # size of the shard
+    version: str | None  # text that changes when the shard is replaced
 
 
 class IndexRow(NamedTuple):
-    offset: int
-    length: int
+    offset: int  # the image's position in the shard, in bytes
+    length: int  # size of the image, in bytes
     label: int
     name: str  # name of the archive member that contains the image
 
 
-def bucket_of(url: str) -> ObjectStore | None:
+def bucket_client(url: str) -> ObjectStore | None:
     """Return a client of the bucket in an s3:// URL, or None for a path."""
     return ObjectStore("/".join(url.split("/")[:3])) if url.startswith("s3://") else None
 
 
-class WebDataset(Originals):
+class WebDataset(OriginalImages):
     """Train and val shards, specified by shell patterns or brace patterns."""
 
     def __init__(self, patterns: dict[str, str], class_file: str | None):
@@ -62,41 +65,44 @@ class WebDataset(Originals):
         self.class_file = class_file
         super().__init__(patterns)
 
-    def find(self) -> None:
-        self.store, *others = map(bucket_of, self.parts.values())  # one client for all shards
-        if any((store and store.url) != (self.store and self.store.url) for store in others):
+    def inspect_parts(self) -> None:
+        first_store, *other_stores = map(bucket_client, self.locations.values())
+        self.store = first_store  # one client for all shards
+        first_url = first_store and first_store.url
+        if any((store and store.url) != first_url for store in other_stores):
             remedy = "Put all shards on this host or into one bucket."
             raise ValueError(f"train and val are in different places. {remedy}")
-        self.shards = {split: find_shards(pattern, self.store) for split, pattern in self.parts.items()}
-        urls = [{shard.url for shard in shards} for shards in self.shards.values()]
-        if len(urls) == 2 and (common := urls[0] & urls[1]):
-            raise ValueError(f"{min(common)} is in both train and val. Pass --train and --val.")
-        for split, shards in self.shards.items():
-            self.bytes[split] = sum(shard.bytes for shard in shards)
-            self.versions[split] = digest([*map(tuple, shards)])
+        patterns = self.locations.items()
+        self.shards_by_split = {split: find_shards(pattern, self.store) for split, pattern in patterns}
+        urls_by_split = [{shard.url for shard in shards} for shards in self.shards_by_split.values()]
+        if len(urls_by_split) == 2 and (common_urls := set.intersection(*urls_by_split)):
+            raise ValueError(f"{min(common_urls)} is in both train and val. Pass --train and --val.")
+        for split, shards in self.shards_by_split.items():
+            self.bytes_by_part[split] = sum(shard.bytes for shard in shards)
+            self.version_by_part[split] = hash_of_rows([*map(tuple, shards)])
 
     def read_classes(self) -> None:
         """Read the class names from the file.
 
-        Without a file, name_classes derives the names from the labels.
+        Without a file, complete_class_names derives the names from the labels.
         """
         if self.class_file is None:
             return
         with open_stream(self.class_file) as stream:
-            names = stream.read(LARGEST_FIELD_BYTES).decode(errors="replace").splitlines()
-        self.classes = [{"wnid": str(label), "name": name.strip()} for label, name in enumerate(names)]
+            lines = stream.read(MAX_FIELD_BYTES).decode(errors="replace").splitlines()
+        self.classes = [{"wnid": str(label), "name": line.strip()} for label, line in enumerate(lines)]
 
-    def name_classes(self, largest: int) -> None:
-        """Use numbers as class names, or check that each label up to `largest` has a name in the file."""
+    def complete_class_names(self, largest_label: int) -> None:
+        """Use numbers as class names, or check that each label up to `largest_label` has a name."""
         if self.class_file is None:
-            self.classes = [{"wnid": str(label), "name": str(label)} for label in range(largest + 1)]
-        elif largest >= len(self.classes):
+            self.classes = [{"wnid": str(label), "name": str(label)} for label in range(largest_label + 1)]
+        elif largest_label >= len(self.classes):
             raise ValueError(
                 f"{self.class_file} contains {len(self.classes):,} class names, but a sample has the label"
-                f" {largest}. Write one class name per line."
+                f" {largest_label}. Write one class name per line."
             )
 
-    def index(self, tar: ShardTar) -> tuple[list[IndexRow], str | None]:
+    def index_shard(self, shard: ShardTar) -> tuple[list[IndexRow], str | None]:
         """Return a shard's index.
 
         Returns:
@@ -107,24 +113,27 @@ class WebDataset(Originals):
             ValueError: If a sample has no image, several images or no class. The message contains the
                 sample's key.
         """
-        with open_stream(tar.url, "sha256" if self.store else None, self.store, headers=True) as stream:
+        hash_name = "sha256" if self.store else None
+        with open_stream(shard.url, hash_name, self.store, headers_only=True) as stream:
             rows = list(_index_rows(stream.archive))
             sha256 = stream.digest() if self.store else None
         if not rows:
             raise ValueError(
-                f"{tar.url} contains no sample with an image ({' '.join(IMAGE_FIELDS)}) and a class"
+                f"{shard.url} contains no sample with an image ({' '.join(IMAGE_FIELDS)}) and a class"
             )
         return rows, sha256
 
 
 def find_patterns(base: str) -> dict[str, str]:
     """Find a pattern for each split in a folder or prefix, based on the names of shards or folders."""
-    base, store, patterns = glob.escape(base.rstrip("/")), bucket_of(base), {}
+    escaped_base, store, pattern_by_split = glob.escape(base.rstrip("/")), bucket_client(base), {}
     for split in SPLITS:
-        candidates = [f"{base}/*{word}*{rest}" for word in KEYWORDS[split] for rest in (".tar", "/*.tar")]
-        if pattern := next((candidate for candidate in candidates if match_pattern(candidate, store)), None):
-            patterns[split] = pattern
-    return patterns
+        words = KEYWORDS_BY_SPLIT[split]
+        patterns = [f"{escaped_base}/*{word}*{ending}" for word in words for ending in (".tar", "/*.tar")]
+        matching_patterns = (pattern for pattern in patterns if match_pattern(pattern, store))
+        if pattern := next(matching_patterns, None):
+            pattern_by_split[split] = pattern
+    return pattern_by_split
 
 
 def match_pattern(pattern: str, store: ObjectStore | None) -> list[str]:
@@ -134,11 +143,12 @@ def match_pattern(pattern: str, store: ObjectStore | None) -> list[str]:
     """
     if store is None:
         pattern = os.path.abspath(os.path.expanduser(pattern))
-        return sorted(glob.glob(pattern)) if WILDCARD.search(pattern) else [pattern]
-    if not WILDCARD.search(pattern):
+        return sorted(glob.glob(pattern)) if WILDCARD_PATTERN.search(pattern) else [pattern]
+    if not WILDCARD_PATTERN.search(pattern):
         return [pattern]
-    prefix = f"{store.url}/"
-    urls = [prefix + name for name in store.list(WILDCARD.split(pattern.removeprefix(prefix))[0])]
+    store_prefix = f"{store.url}/"
+    key_prefix = WILDCARD_PATTERN.split(pattern.removeprefix(store_prefix))[0]
+    urls = [store_prefix + key for key in store.list(key_prefix)]
     # Wildcards match neither a slash nor a leading dot, as on a disk.
     separators = re.findall("/[.]?", pattern)
     return [url for url in fnmatch.filter(urls, pattern) if re.findall("/[.]?", url) == separators]
@@ -147,72 +157,77 @@ def match_pattern(pattern: str, store: ObjectStore | None) -> list[str]:
 def find_shards(pattern: str, store: ObjectStore | None) -> list[ShardTar]:
     """Return the shards that match a pattern, in order. Raise ValueError if one or all shards are missing."""
 
-    def tar(name: str) -> ShardTar:
-        with open_stream(name, store=store) as stream:
-            return ShardTar(name, stream.size, stream.version)
+    def open_shard(path_or_url: str) -> ShardTar:
+        with open_stream(path_or_url, store=store) as stream:
+            return ShardTar(path_or_url, stream.size, stream.version)
 
-    names = [name for expanded in _without_braces(pattern) for name in match_pattern(expanded, store)]
-    if not names:
+    patterns = _expand_braces(pattern)
+    locations = [location for expanded in patterns for location in match_pattern(expanded, store)]
+    if not locations:
         raise ValueError(
             f"{pattern} matches no shards. Pass paths or s3:// URLs with *, ? or braces, for example"
             " 'FOLDER/train-{0000..1023}.tar'."
         )
-    with ThreadPoolExecutor(THREADS) as pool:  # because S3 needs one request per object
-        return list(pool.map(tar, dict.fromkeys(names)))
+    with ThreadPoolExecutor(READER_THREADS) as pool:  # because S3 needs one request per object
+        return list(pool.map(open_shard, dict.fromkeys(locations)))
 
 
-def _without_braces(pattern: str) -> list[str]:
+def _expand_braces(pattern: str) -> list[str]:
     """Return all names to which a brace pattern expands."""
-    if (braces := BRACES.search(pattern)) is None:
+    if (braces := BRACES_PATTERN.search(pattern)) is None:
         return [pattern]
-    first, last = braces.groups()
-    numbers = [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-    return [name for number in numbers for name in _without_braces(pattern.replace(braces[0], number, 1))]
+    first_number, last_number = braces.groups()
+    numbers = range(int(first_number), int(last_number) + 1)
+    padded_numbers = [str(number).zfill(len(first_number)) for number in numbers]
+    patterns = [pattern.replace(braces[0], number, 1) for number in padded_numbers]
+    return [name for shorter_pattern in patterns for name in _expand_braces(shorter_pattern)]
 
 
-def _index_rows(archive: Member) -> Iterator[IndexRow]:
+def _index_rows(archive: ArchiveMember) -> Iterator[IndexRow]:
     """Yield an index row for each image, without reading the images."""
     for key, sample in itertools.groupby(members(archive), _sample_key):
-        images, classes, where = [], {}, f"{archive.where}: {key}"
+        images, class_fields, sample_name = [], {}, f"{archive.display_name}: {key}"
         for member in sample:
             field = member.name[len(key) + 1 :].lower()
             if field in IMAGE_FIELDS:
                 if not member.size:
-                    raise ValueError(f"{where} contains an empty image. Remove the sample.")
-                images.append((member.offset, member.size, member.name))
+                    raise ValueError(f"{sample_name} contains an empty image. Remove the sample.")
+                images.append(member)
             elif field in CLASS_FIELDS:
-                if member.size > LARGEST_FIELD_BYTES:
+                if member.size > MAX_FIELD_BYTES:
                     problem = f"has {member.size:,} bytes, which is too large for a class"
-                    raise ValueError(f"{where}.{field} {problem}")
-                classes[field] = member.read()
-        if len(images) > 1 or (classes and not images):
+                    raise ValueError(f"{sample_name}.{field} {problem}")
+                class_fields[field] = member.read()
+        if len(images) > 1 or (class_fields and not images):
             raise ValueError(
-                f"{where} contains {len(images)} images ({' '.join(IMAGE_FIELDS)}) instead of one"
+                f"{sample_name} contains {len(images)} images ({' '.join(IMAGE_FIELDS)}) instead of one"
             )
         if images:
-            offset, length, name = images[0]
-            yield IndexRow(offset, length, _sample_label(classes, where), name)
+            (image,) = images
+            yield IndexRow(image.offset, image.size, _sample_label(class_fields, sample_name), image.name)
 
 
-def _sample_key(member: Member) -> str:
-    folder, slash, name = member.name.rpartition("/")
-    return f"{folder}{slash}{name.partition('.')[0]}"
+def _sample_key(member: ArchiveMember) -> str:
+    folder, slash, file_name = member.name.rpartition("/")
+    stem, _, _ = file_name.partition(".")
+    return f"{folder}{slash}{stem}"
 
 
-def _sample_label(classes: dict[str, bytes], where: str) -> int:
+def _sample_label(class_fields: dict[str, bytes], sample_name: str) -> int:
     """Return a sample's label from an int or a string of digits. Raise ValueError for anything else."""
-    value: object = None
-    if "cls" in classes:
-        value = classes["cls"].decode(errors="replace").strip()
-    elif "json" in classes:
-        content = parse_json(classes["json"], f"{where}.json")
-        value = next((content[name] for name in JSON_CLASS_KEYS if name in content), None)
-    if value is None:
-        names = " or ".join(JSON_CLASS_KEYS)
-        remedy = f"Add digits in a .cls file, or a number as {names} in a .json file."
-        raise ValueError(f"{where} contains no class. {remedy}")
-    digits = "" if isinstance(value, bool) else str(value)
-    if not (digits.isascii() and digits.isdigit() and len(digits) < 9 and int(digits) < LARGEST_CLASS):
-        expected = f"a number from 0 to {LARGEST_CLASS:,}"
-        raise ValueError(f"the class of {where} is {ascii(value)[:80]} instead of {expected}")
+    label: object = None
+    if "cls" in class_fields:
+        label = class_fields["cls"].decode(errors="replace").strip()
+    elif "json" in class_fields:
+        metadata = parse_json(class_fields["json"], f"{sample_name}.json")
+        label = next((metadata[key] for key in JSON_CLASS_KEYS if key in metadata), None)
+    if label is None:
+        keys = " or ".join(JSON_CLASS_KEYS)
+        remedy = f"Add digits in a .cls file, or a number as {keys} in a .json file."
+        raise ValueError(f"{sample_name} contains no class. {remedy}")
+    digits = "" if isinstance(label, bool) else str(label)
+    is_number = digits.isascii() and digits.isdigit() and len(digits) <= MAX_CLASS_DIGITS
+    if not (is_number and int(digits) < CLASS_LIMIT):
+        expected = f"a number from 0 to {CLASS_LIMIT:,}"
+        raise ValueError(f"the class of {sample_name} is {ascii(label)[:80]} instead of {expected}")
     return int(digits)

@@ -20,31 +20,32 @@ from onecurve.system.files import allow_open_files, write_bytes
 from tools.prepare.originals import RawImage
 
 MAX_WAITING_BATCHES = 8  # maximum number of batches that wait for the thread that writes and hashes
-RESERVED_FILES = 64  # number of open files reserved for purposes other than shards
+RESERVED_OPEN_FILES = 64  # number of open files reserved for purposes other than shards
 IMAGES_PER_DRAW = 4096  # number of images whose shards are drawn at once
 BLOCK_BYTES = 512  # bytes per block in a tar file
-TAR_END = bytes(2 * BLOCK_BYTES)  # tar end-of-archive marker (two empty blocks)
-EXTENSIONS = {".jpeg": ".jpg"}  # shard readers use the extension as the field name
+TAR_END_MARKER = bytes(2 * BLOCK_BYTES)  # tar end-of-archive marker (two empty blocks)
+FIELD_EXTENSIONS = {".jpeg": ".jpg"}  # shard readers use the extension as the field name
 
 
-def write_shard_index(folder: Path, split: str, rows: array, names: CollectedNames) -> tuple[str, int]:
+def write_shard_index(folder: Path, split: str, index_rows: array, names: CollectedNames) -> tuple[str, int]:
     """Write a split's index, sorted by shard and offset, and the image names in the same order.
 
     Args:
         folder: The split's folder.
         split: Split name.
-        rows: Shard, offset, length and label of each image, as one flat array.
+        index_rows: Shard, offset, length and label of each image, as one flat array.
         names: Image names.
 
     Returns:
         A tuple of the index's SHA-256 and the largest label.
     """
-    table, content = np.frombuffer(rows, np.int64).reshape(-1, 4), BytesIO()
-    order = np.lexsort((table[:, 1], table[:, 0]))
-    names.write(folder, split, order)
-    np.save(content, table[order])
-    write_bytes(folder / index_file_name(split), content.getvalue())
-    return hashlib.sha256(content.getvalue()).hexdigest(), int(table[:, 3].max())
+    index_table, npy_file = np.frombuffer(index_rows, np.int64).reshape(-1, 4), BytesIO()
+    shard_column, offset_column, _, label_column = index_table.T
+    file_order = np.lexsort((offset_column, shard_column))
+    names.write(folder, split, file_order)
+    np.save(npy_file, index_table[file_order])
+    write_bytes(folder / index_file_name(split), npy_file.getvalue())
+    return hashlib.sha256(npy_file.getvalue()).hexdigest(), int(label_column.max())
 
 
 class ShardWriter:
@@ -57,76 +58,83 @@ class ShardWriter:
     Each image is stored as two members, `<key>.jpg` (or .png, ...) and `<key>.cls` with the label as digits.
     """
 
-    def __init__(self, folder: Path, split: str, shards: int, seed: int):
+    def __init__(self, folder: Path, split: str, shard_count: int, seed: int):
         """Open all shards for writing. Raise ValueError if the process may not open so many files."""
-        count = shards + RESERVED_FILES
-        if (limit := allow_open_files(count)) < count:
-            problem = f"{count:,} open files exceed the limit of {limit:,} (ulimit -Hn)"
+        needed_files = shard_count + RESERVED_OPEN_FILES
+        if (limit := allow_open_files(needed_files)) < needed_files:
+            problem = f"{needed_files:,} open files exceed the limit of {limit:,} (ulimit -Hn)"
             raise ValueError(f"{problem}. Pass a larger --shard_mib.")
-        self.folder, self.split, self.count = folder, split, 0
-        self.lengths, self.images = [0] * shards, [0] * shards
-        self.key, self.rows, self.names = [seed, *split.encode()], array("q"), CollectedNames()
-        self.thread, self.pending = ThreadPoolExecutor(1), deque[Future[None]]()
-        self.shards = [_Shard(folder / f"{split}-{index:05d}.tar") for index in range(shards)]
+        self.folder, self.split, self.image_count = folder, split, 0
+        self.random_key = [seed, *split.encode()]
+        self.index_rows, self.image_names = array("q"), CollectedNames()
+        self.thread, self.pending_writes = ThreadPoolExecutor(1), deque[Future[None]]()
+        self.shards = [_Shard(folder / f"{split}-{index:05d}.tar") for index in range(shard_count)]
 
     def write(self, images: Sequence[RawImage]) -> None:
         """Queue images for writing. If an earlier write failed, raise its error."""
         batch: list[tuple[_Shard, bytes]] = []
         for image in images:
-            drawn_shards = _draw_shards(*self.key, self.count // IMAGES_PER_DRAW, len(self.shards))
-            shard_index = int(drawn_shards[self.count % IMAGES_PER_DRAW])
+            block, index_in_block = divmod(self.image_count, IMAGES_PER_DRAW)
+            drawn_shards = _draw_shard_indices(*self.random_key, block, len(self.shards))
+            shard_index = int(drawn_shards[index_in_block])
+            shard = self.shards[shard_index]
             extension = os.path.splitext(image.name)[1].lower()
-            label, size = b"%d" % image.label, len(image.data)
-            name = f"{image.key}{EXTENSIONS.get(extension, extension)}"
-            header = tar_header(name, size)
-            label_header = tar_header(f"{image.key}.cls", len(label))
-            padding = bytes(-size % BLOCK_BYTES)
-            members = b"".join((header, image.data, padding, label_header, label.ljust(BLOCK_BYTES, b"\0")))
-            self.rows.extend((shard_index, self.lengths[shard_index] + len(header), size, image.label))
-            self.names.add(name)
-            self.lengths[shard_index] += len(members)
-            self.images[shard_index] += 1
-            self.count += 1
-            batch.append((self.shards[shard_index], members))
+            label_digits, image_bytes = b"%d" % image.label, len(image.encoded)
+            name = f"{image.key}{FIELD_EXTENSIONS.get(extension, extension)}"
+            header = tar_header(name, image_bytes)
+            label_header = tar_header(f"{image.key}.cls", len(label_digits))
+            padding, label_block = bytes(-image_bytes % BLOCK_BYTES), label_digits.ljust(BLOCK_BYTES, b"\0")
+            members = b"".join((header, image.encoded, padding, label_header, label_block))
+            image_offset = shard.queued_bytes + len(header)
+            self.index_rows.extend((shard_index, image_offset, image_bytes, image.label))
+            self.image_names.add(name)
+            shard.queued_bytes += len(members)
+            shard.image_count += 1
+            self.image_count += 1
+            batch.append((shard, members))
         self._wait_for_writes(MAX_WAITING_BATCHES)
-        self.pending.append(self.thread.submit(_append_all, batch))
+        self.pending_writes.append(self.thread.submit(_append_to_shards, batch))
 
     def finish(self) -> dict[str, Any]:
         """Complete the shards and write the index. Return the split's manifest entry."""
         self._wait_for_writes(0)
         for shard in self.shards:
-            shard.append(TAR_END)
-            os.fdatasync(shard.file)
-        shards = [
+            shard.append(TAR_END_MARKER)
+            os.fdatasync(shard.fd)
+        shard_entries = [
             {
                 "file": shard.path.name,
-                "bytes": length + len(TAR_END),
-                "images": images,
+                "bytes": shard.queued_bytes + len(TAR_END_MARKER),
+                "images": shard.image_count,
                 "sha256": shard.sha256.hexdigest(),
             }
-            for shard, length, images in zip(self.shards, self.lengths, self.images, strict=True)
+            for shard in self.shards
         ]
-        digest, largest = write_shard_index(self.folder, self.split, self.rows, self.names)
-        return {"images": self.count, "index_sha256": digest, "shards": shards, "largest_label": largest}
+        rows, names = self.index_rows, self.image_names
+        index_sha256, largest_label = write_shard_index(self.folder, self.split, rows, names)
+        split_entry = {"images": self.image_count, "index_sha256": index_sha256, "shards": shard_entries}
+        return split_entry | {"largest_label": largest_label}
 
     def close(self) -> None:
         self.thread.shutdown(cancel_futures=True)
         for shard in self.shards:
-            os.close(shard.file)
+            os.close(shard.fd)
 
     def _wait_for_writes(self, max_pending: int) -> None:
         """Wait until at most `max_pending` batches are queued.
 
         If an earlier write failed, raise its error.
         """
-        while len(self.pending) > max_pending:
-            self.pending.popleft().result()
+        while len(self.pending_writes) > max_pending:
+            write_future = self.pending_writes.popleft()
+            write_future.result()
 
 
 class _Shard:
     def __init__(self, path: Path):
         self.path, self.sha256 = path, hashlib.sha256()
-        self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self.queued_bytes, self.image_count = 0, 0  # changed by ShardWriter.write() only
+        self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
 
     def append(self, content: bytes) -> None:
         """Append the content.
@@ -136,32 +144,33 @@ class _Shard:
         self.sha256.update(content)
         try:
             while content:
-                content = content[os.write(self.file, content) :]
+                written_bytes = os.write(self.fd, content)
+                content = content[written_bytes:]
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from None
 
 
-def _append_all(batch: list[tuple[_Shard, bytes]]) -> None:
+def _append_to_shards(batch: list[tuple[_Shard, bytes]]) -> None:
     for shard, members in batch:
         shard.append(members)
 
 
 @lru_cache(4)
-def _draw_shards(*key_block_count: int) -> np.ndarray:
+def _draw_shard_indices(*key_block_count: int) -> np.ndarray:
     """Draw shards for IMAGES_PER_DRAW images. RandomState's random stream never changes (NEP 19)."""
-    *key, count = key_block_count
-    return np.random.RandomState(key).randint(count, size=IMAGES_PER_DRAW)
+    *key_and_block, shard_count = key_block_count
+    return np.random.RandomState(key_and_block).randint(shard_count, size=IMAGES_PER_DRAW)
 
 
-def tar_header(name: str, size: int) -> bytes:
+def tar_header(name: str, content_bytes: int) -> bytes:
     """Return a tar member's header, which is usually 512 bytes long.
 
     A class name longer than 155 bytes or a file name longer than 100 bytes needs 1,536 bytes of PAX records.
     The time is 0 and the owner is empty, so that identical images produce identical shards.
     """
-    member = tarfile.TarInfo(name)
-    member.size = size
+    tar_info = tarfile.TarInfo(name)
+    tar_info.size = content_bytes
     try:
-        return member.tobuf(tarfile.USTAR_FORMAT, "utf-8")
+        return tar_info.tobuf(tarfile.USTAR_FORMAT, "utf-8")
     except ValueError:  # the name is too long for USTAR
-        return member.tobuf(tarfile.PAX_FORMAT, "utf-8")
+        return tar_info.tobuf(tarfile.PAX_FORMAT, "utf-8")

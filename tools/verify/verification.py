@@ -29,18 +29,18 @@ from onecurve.system.text import plural, printable, some_of
 from tools.logbook.run_record import (
     BIT_FOR_BIT,
     EVALUATED_AGAIN,
-    MEANING,
-    VERIFIED,
+    VERIFICATION_MEANING,
+    VERIFIED_FILE,
     RunRecord,
     flag_text,
     hash_compared_files,
     resets_best_result,
 )
 from tools.verify import replay
-from tools.verify.replay import Interval, Outcome
+from tools.verify.replay import Interval, ReplayOutcome
 
-SHOWN_OUTPUT_LINES = 15  # number of last lines of a failed replay's output to print
-NOT_VERIFIED = (
+PRINTED_OUTPUT_LINES = 15  # number of last lines of a failed replay's output to print
+NEVER_VERIFIED = (
     "devices, hosts, strategy, model FLOPs, times, throughput and memory",
     "commit, versions and command",
     "plots, confusion matrices and reports of validate.py",
@@ -55,8 +55,8 @@ class StepRange:
         record: Copy of the run in which all starts have these settings.
     """
 
-    first: int
-    last: int
+    first: int  # excluded
+    last: int  # included
     record: RunRecord
 
     @property
@@ -73,7 +73,8 @@ class Verification:
     """
 
     def __init__(self, flags: argparse.Namespace):
-        self.flags, self.folder, self.files = flags, flags.run, hash_compared_files(flags.run)
+        self.flags, self.folder = flags, flags.run
+        self.hash_by_file = hash_compared_files(flags.run)
         self.record = record = RunRecord(flags.run)
         status, settings = record.facts["status"], record.settings
         if status != "finished":
@@ -81,101 +82,108 @@ class Verification:
             raise ValueError(f"{flags.run} is not finished ({status}). {remedy}")
         self.script = flags.script or own_script(settings.get("script"))
         self.recipe_type = recipe_class(load_script(self.script))
-        self.recipe, self.per_epoch = record.recipe, replay.recorded_steps_per_epoch(record)
+        self.recipe, self.steps_per_epoch = record.recipe, replay.recorded_steps_per_epoch(record)
         if not self.recipe:
             raise ValueError(f"{flags.run} contains no recipe: {some_of(record.problems)}")
-        self.last = record.facts["steps"]
-        self.best = record.facts.get("best_step", self.last)
-        self.headline = sorted({self.last, self.best})  # steps whose evaluations the page shows as headlines
-        self.checkpoints = flags.run / "checkpoints"
-        self.kept = sorted(steps_in(self.checkpoints))
-        began = self._initial_checkpoint(settings.get("resumed_from"))
-        self.starts = began | {step: self.checkpoints / step_name(step) for step in self.kept}
-        self.began = min(began, default=0)
-        config = read_yaml("--config_file", flags.config_file) if flags.config_file else {}
-        self.device = "cuda" if torch.cuda.is_available() and not config.get("use_cpu") else "cpu"
-        self.parts = self._split_into_parts()
-        for part in self.parts:
-            self._check_device(part.record)
+        self.last_step = record.facts["steps"]
+        # Steps whose evaluations the page shows as headlines
+        self.headline_steps = sorted({self.last_step, record.facts.get("best_step", self.last_step)})
+        self.checkpoints_folder = flags.run / "checkpoints"
+        self.checkpoint_steps = sorted(steps_in(self.checkpoints_folder))
+        initial_checkpoint = self._checkpoint_by_first_step(settings.get("resumed_from"))
+        self.start_checkpoints = initial_checkpoint | {
+            step: self.checkpoints_folder / step_name(step) for step in self.checkpoint_steps
+        }
+        self.first_step = min(initial_checkpoint, default=0)
+        launch_config = read_yaml("--config_file", flags.config_file) if flags.config_file else {}
+        uses_cuda = torch.cuda.is_available() and not launch_config.get("use_cpu")
+        self.device_type = "cuda" if uses_cuda else "cpu"
+        self.step_ranges = self._split_into_step_ranges()
+        for step_range in self.step_ranges:
+            self._check_device_type(step_range.record)
         self.intervals = self._sample_intervals(self._all_intervals()) + self._evaluation_intervals()
 
-    def _split_into_parts(self) -> list["StepRange"]:
+    def _split_into_step_ranges(self) -> list["StepRange"]:
         """Split the run into ranges of steps trained with the same settings."""
-        parts: list[StepRange] = []
-        for start in self.record.kept:
-            record = self.record.as_of(start)
-            if not parts:
-                parts = [StepRange(0, self.last, record)]
-            elif self._training_settings(record) != self._training_settings(parts[-1].record):
-                parts[-1:] = [replace(parts[-1], last=start.first), StepRange(start.first, self.last, record)]
-        return parts or [StepRange(0, self.last, self.record)]
+        ranges: list[StepRange] = []
+        for start in self.record.kept_starts:
+            record = self.record.with_settings_of(start)
+            if not ranges:
+                ranges = [StepRange(0, self.last_step, record)]
+            elif self._training_settings(record) != self._training_settings(ranges[-1].record):
+                ranges[-1] = replace(ranges[-1], last=start.first)
+                ranges.append(StepRange(start.first, self.last_step, record))
+        return ranges or [StepRange(0, self.last_step, self.record)]
 
-    def _repeated_flags(self) -> list[str]:
+    def _flags_copied_to_replay(self) -> list[str]:
         """Return the names of flags whose values a replay copies from the run."""
         return [*flags_where(self.recipe_type, "part_of_recipe"), *flags_where(self.recipe_type, "replayed")]
 
     def _training_settings(self, record: RunRecord) -> list[Any]:
         """Return the settings that a replay copies from the run or that bitwise equality depends on."""
-        names = self._repeated_flags()
-        facts = (record.facts.get(name) for name in ("per_device_batch_size", "device", "step_graph"))
-        settings = (record.settings.get(name) for name in ("source", *replay.BITWISE_SETTINGS))
-        return [*(record.recipe.get(name) for name in names), *facts, *settings]
+        flag_values = (record.recipe.get(flag) for flag in self._flags_copied_to_replay())
+        facts = (record.facts.get(key) for key in ("per_device_batch_size", "device", "step_graph"))
+        settings = (record.settings.get(key) for key in ("source", *replay.SETTINGS_FOR_BITWISE))
+        return [*flag_values, *facts, *settings]
 
-    def _part_at(self, step: int) -> "StepRange":
+    def _range_with_step(self, step: int) -> "StepRange":
         """Return the run's part that contains a step."""
-        return next((part for part in self.parts if step <= part.last), self.parts[-1])
+        last_range = self.step_ranges[-1]
+        return next((candidate for candidate in self.step_ranges if step <= candidate.last), last_range)
 
-    def _part_for(self, interval: Interval) -> "StepRange":
+    def _range_for_replay(self, interval: Interval) -> "StepRange":
         """Return the part whose recipe an interval's replay uses.
 
         An evaluation belongs to the part that trained its step, unless the next start repeated the
         evaluation on different images.
         """
+        next_range = self._range_with_step(interval.start + 1)
         if not interval.is_evaluation:
-            return self._part_at(interval.start + 1)
-        later = self._part_at(interval.start + 1)
-        if later.repeats_evaluation and later.first == interval.start:
-            return later
-        return self._part_at(interval.start)
+            return next_range
+        if next_range.repeats_evaluation and next_range.first == interval.start:
+            return next_range
+        return self._range_with_step(interval.start)
 
     def recipe_changes(self) -> Iterator[str]:
         """Yield recipe changes between parts, for example `step 100: lr was 0.003, now 0.001`."""
-        for previous, part in pairwise(self.parts):
-            names = flags_where(self.recipe_type, "part_of_recipe")
-            old, new = previous.record.recipe, part.record.recipe
-            changed = [
-                f"{name} was {flag_text(old.get(name))}, now {flag_text(new.get(name))}"
-                for name in names
-                if old.get(name) != new.get(name)
+        for previous, current in pairwise(self.step_ranges):
+            flags = flags_where(self.recipe_type, "part_of_recipe")
+            old_recipe, new_recipe = previous.record.recipe, current.record.recipe
+            changes = [
+                f"{flag} was {flag_text(old_recipe.get(flag))}, now {flag_text(new_recipe.get(flag))}"
+                for flag in flags
+                if old_recipe.get(flag) != new_recipe.get(flag)
             ]
-            old_source, source = (run.record.settings.get("source") for run in (previous, part))
-            if old_source != source:
-                changed.append(f"the content of the data was {old_source}, now {source}")
-            if changed:
-                yield f"step {part.first:,}: {'; '.join(changed)}"
+            old_source, new_source = (part.record.settings.get("source") for part in (previous, current))
+            if old_source != new_source:
+                changes.append(f"the content of the data was {old_source}, now {new_source}")
+            if changes:
+                yield f"step {current.first:,}: {'; '.join(changes)}"
 
-    def _initial_checkpoint(self, resumed_from: str | None) -> dict[int, Path | None]:
+    def _checkpoint_by_first_step(self, resumed_from: str | None) -> dict[int, Path | None]:
         """Map the run's first step to the checkpoint from which it resumed, or to None for fresh weights.
 
         The mapping is empty if the checkpoint no longer exists.
         """
         if resumed_from is None:
             return {0: None}
-        source, first_step = Path(resumed_from).resolve(), self.record.metrics[0]["step"]
+        source, first_logged_step = Path(resumed_from).resolve(), self.record.metrics[0]["step"]
         if (step := step_of(source.name)) is not None:
             return {step: source} if source.is_dir() else {}
-        for parent in (source / "checkpoints", source):
-            if steps := [step for step in steps_in(parent) if step <= first_step]:
-                return {steps[0]: parent / step_name(steps[0])}
+        for checkpoints_folder in (source / "checkpoints", source):
+            steps = [step for step in steps_in(checkpoints_folder) if step <= first_logged_step]
+            if steps:
+                return {steps[0]: checkpoints_folder / step_name(steps[0])}
         return {}
 
-    def _check_device(self, record: RunRecord) -> None:
-        devices = record.settings.get("devices") or [""]
-        run_device = "cpu" if devices[0].startswith("CPU") else "cuda"
-        drawn = [name for name in flags_where(self.recipe_type, "drawn_on_device") if record.recipe.get(name)]
-        if drawn and run_device != self.device:
+    def _check_device_type(self, record: RunRecord) -> None:
+        device, *_ = record.settings.get("devices") or [""]
+        run_device_type = "cpu" if device.startswith("CPU") else "cuda"
+        flags = flags_where(self.recipe_type, "drawn_on_device")
+        used_flags = [flag for flag in flags if record.recipe.get(flag)]
+        if used_flags and run_device_type != self.device_type:
             raise ValueError(
-                f"--{drawn[0]} used random numbers from {printable(devices[0])}, which this device does not"
+                f"--{used_flags[0]} used random numbers from {printable(device)}, which this device does not"
                 " produce. Verify the run on a device of the same type."
             )
 
@@ -185,19 +193,21 @@ class Verification:
         Each interval ends at the step of a log line.
         """
         intervals: list[Interval] = []
-        for start in sorted(self.starts):
-            if start >= self.last or (intervals and start < intervals[-1].end):
+        for start in sorted(self.start_checkpoints):
+            if start >= self.last_step or (intervals and start < intervals[-1].end):
                 continue
-            part = self._part_at(start + 1)
-            log_every = part.record.recipe.get("log_every", 50)
-            per_epoch = replay.recorded_steps_per_epoch(part.record)
-            steps = range(start + 1, part.last + 1)
-            logged_steps = [step for step in steps if not step % log_every or not step % per_epoch]
-            logged_steps += [self.last] if part.last == self.last else []
+            step_range = self._range_with_step(start + 1)
+            log_every = step_range.record.recipe.get("log_every", 50)
+            steps_per_epoch = replay.recorded_steps_per_epoch(step_range.record)
+            steps = range(start + 1, step_range.last + 1)
+            logged_steps = [step for step in steps if not step % log_every or not step % steps_per_epoch]
+            logged_steps += [self.last_step] if step_range.last == self.last_step else []
             if not logged_steps:  # the recipe changed before the next log line
                 continue
-            end = next((step for step in logged_steps if step >= start + self.flags.steps), logged_steps[-1])
-            intervals.append(Interval(start, end, tuple(step for step in self.kept if start < step <= end)))
+            min_end = start + self.flags.steps
+            end = next((step for step in logged_steps if step >= min_end), logged_steps[-1])
+            saved_steps = tuple(step for step in self.checkpoint_steps if start < step <= end)
+            intervals.append(Interval(start, end, saved_steps))
         return intervals
 
     def _sample_intervals(self, intervals: list[Interval]) -> list[Interval]:
@@ -216,204 +226,217 @@ class Verification:
         checkpoints within an epoch are also evaluated, because a replay evaluates only at the end of an
         epoch.
         """
-        inside = {line["step"] for line in self.record.evaluations if line["step"] % self.per_epoch}
-        steps = {*self.headline, *(inside & {*self.kept})}
-        return [Interval(step, step) for step in sorted(steps) if step in self.starts]
+        evaluated_steps = {line["step"] for line in self.record.evaluations}
+        steps_within_epoch = {step for step in evaluated_steps if step % self.steps_per_epoch}
+        steps = {*self.headline_steps, *(steps_within_epoch & {*self.checkpoint_steps})}
+        return [Interval(step, step) for step in sorted(steps) if step in self.start_checkpoints]
 
     # --- One interval
 
-    def replay(self, interval: Interval) -> Outcome:
+    def replay(self, interval: Interval) -> ReplayOutcome:
         """Train an interval's steps again and compare the result with the run."""
-        outcome = Outcome(interval)
-        steps = {step for step in (interval.start, *interval.checkpoints) if step in self.kept}
-        outcome.findings = [finding for step in sorted(steps) for finding in self._check_checkpoint(step)]
+        outcome = ReplayOutcome(interval)
+        saved_steps = {interval.start, *interval.checkpoint_steps} & {*self.checkpoint_steps}
+        outcome.findings = [
+            finding for step in sorted(saved_steps) for finding in self._checkpoint_findings(step)
+        ]
         if outcome.findings:
             return outcome
         try:
             with tempfile.TemporaryDirectory(prefix="verify-", ignore_cleanup_errors=True) as scratch:
-                self._compare_with_training(outcome, Path(scratch))
+                self._replay_and_compare(outcome, Path(scratch))
         except Exception as error:  # the script or a library may raise any error for damaged files
             outcome.findings.append(f"the replay failed: {printable(error)}")
         return outcome
 
-    def _check_checkpoint(self, step: int) -> Iterator[str]:
+    def _checkpoint_findings(self, step: int) -> Iterator[str]:
         """Yield a finding if a checkpoint is damaged or was trained with a different recipe."""
         try:
-            manifest = verify(self.checkpoints / step_name(step)).manifest
+            manifest = verify(self.checkpoints_folder / step_name(step)).manifest
         except ValueError as error:
             yield f"the checkpoint of step {step:,}: {error}"
             return
-        trained_recipe, recipe = (
-            without_removed(manifest.get("recipe", {})),
-            self._part_at(step).record.recipe,
-        )
-        changed = [name for name in trained_recipe if trained_recipe[name] != recipe.get(name)]
-        if changed:
-            values = ", ".join(f"{name} {trained_recipe[name]}, not {recipe.get(name)}" for name in changed)
-            yield f"the checkpoint of step {step:,} was trained with {values}"
+        trained_recipe = without_removed(manifest.get("recipe", {}))
+        recipe = self._range_with_step(step).record.recipe
+        changed_flags = [flag for flag in trained_recipe if trained_recipe[flag] != recipe.get(flag)]
+        changes = [f"{flag} {trained_recipe[flag]}, not {recipe.get(flag)}" for flag in changed_flags]
+        if changes:
+            yield f"the checkpoint of step {step:,} was trained with {', '.join(changes)}"
 
-    def _compare_with_training(self, outcome: Outcome, scratch: Path) -> None:
-        run = self._part_for(outcome.interval).record
-        repeated = RunRecord(self._run_training(outcome.interval, run, scratch / "replay"))
+    def _replay_and_compare(self, outcome: ReplayOutcome, scratch: Path) -> None:
+        run = self._range_for_replay(outcome.interval).record
+        replayed_run = RunRecord(self._train_interval(outcome.interval, run, scratch / "replay"))
         outcome.is_replayed = True
-        outcome.why_not = replay.why_not_exact(run, repeated)
-        outcome.is_exact = not outcome.why_not
-        outcome.findings += replay.compare_facts(run, repeated, is_moved=bool(self.flags.data))
-        outcome.findings += replay.compare_with_replay(run, repeated, outcome)
+        outcome.reasons_not_exact = replay.why_not_exact(run, replayed_run)
+        outcome.is_exact = not outcome.reasons_not_exact
+        outcome.findings += replay.compare_facts(run, replayed_run, is_moved=bool(self.flags.data))
+        outcome.findings += replay.compare_with_replay(run, replayed_run, outcome)
 
-    def _run_training(self, interval: Interval, run: RunRecord, folder: Path) -> Path:
+    def _train_interval(self, interval: Interval, run: RunRecord, folder: Path) -> Path:
         """Run the train script and return the new run folder.
 
         If the script fails, raise ValueError with a reason.
         """
-        checkpoint_every = math.gcd(*interval.checkpoints) or 10**9
+        checkpoint_every = math.gcd(*interval.checkpoint_steps) or 10**9
         launcher = ["-m", "accelerate.commands.launch", "--config_file", self.flags.config_file]
-        words = [sys.executable, *(launcher if self.flags.config_file else ()), self.script]
-        words += ["--config", self._write_config(run, folder)]
-        words += ["--output_dir", folder, "--max_steps", interval.end, "--trackers", "none"]
-        words += ["--checkpoint_every", checkpoint_every, "--keep_every", checkpoint_every]
-        words += ["--telemetry_s", "0"]
-        words += ["--mixed_precision", run.settings.get("mixed_precision", "no")]
-        if start := self.starts[interval.start]:
-            words += ["--resume", start]
+        command = [sys.executable, *(launcher if self.flags.config_file else ()), self.script]
+        command += ["--config", self._write_replay_config(run, folder)]
+        command += ["--output_dir", folder, "--max_steps", interval.end, "--trackers", "none"]
+        command += ["--checkpoint_every", checkpoint_every, "--keep_every", checkpoint_every]
+        command += ["--telemetry_s", "0"]
+        command += ["--mixed_precision", run.settings.get("mixed_precision", "no")]
+        if checkpoint := self.start_checkpoints[interval.start]:
+            command += ["--resume", checkpoint]
         if self.flags.cache_dir:
-            words += ["--cache_dir", self.flags.cache_dir]
-        is_exact, threads = run.recipe.get("deterministic"), str(run.settings.get("threads", 1))
-        env = {"OMP_NUM_THREADS": threads} if is_exact else {}
-        status, output = run_replay([str(word) for word in words], env)
+            command += ["--cache_dir", self.flags.cache_dir]
+        threads = str(run.settings.get("threads", 1))
+        env = {"OMP_NUM_THREADS": threads} if run.recipe.get("deterministic") else {}
+        status, output = run_replay([str(word) for word in command], env)
         if status:
-            lines = output.splitlines() or ["no output"]
-            print("\n".join(lines[-SHOWN_OUTPUT_LINES:]), file=sys.stderr)
-            raise ValueError(next((line for line in reversed(lines) if "error" in line), lines[-1]))
+            output_lines = output.splitlines() or ["no output"]
+            print("\n".join(output_lines[-PRINTED_OUTPUT_LINES:]), file=sys.stderr)
+            error_lines = (line for line in reversed(output_lines) if "error" in line)
+            raise ValueError(next(error_lines, output_lines[-1]))
         return folder
 
-    def _write_config(self, run: RunRecord, folder: Path) -> Path:
+    def _write_replay_config(self, run: RunRecord, folder: Path) -> Path:
         """Write a --config file with the run's recipe and all other settings that affect the results."""
-        names = self._repeated_flags()
-        values = {name: run.recipe[name] for name in names if run.recipe.get(name) is not None}
+        flags = self._flags_copied_to_replay()
+        config = {flag: run.recipe[flag] for flag in flags if run.recipe.get(flag) is not None}
         micro_batch = self.flags.per_device_batch_size or run.facts.get("per_device_batch_size")
-        preprocessing_flags = [name for name in CROP_FLAGS if name in names]
+        preprocessing_flags = [flag for flag in CROP_FLAGS if flag in flags]
         # Earlier versions did not record the preprocessing.
         preprocessing = run.settings.get("preprocessing", {"interpolation": LEGACY})
-        values |= {name: preprocessing[name] for name in preprocessing_flags if name in preprocessing}
-        changed = [*run.recipe.get("allow_changed", []), "data", *preprocessing_flags]
-        values |= {"per_device_batch_size": micro_batch, "allow_changed": changed}
-        values |= {"data": self.flags.data} if self.flags.data else {}
-        file = folder.with_suffix(".json")
-        file.write_text(json.dumps(values))
-        return file
+        config |= {flag: preprocessing[flag] for flag in preprocessing_flags if flag in preprocessing}
+        changed_flags = [*run.recipe.get("allow_changed", []), "data", *preprocessing_flags]
+        config |= {"per_device_batch_size": micro_batch, "allow_changed": changed_flags}
+        config |= {"data": self.flags.data} if self.flags.data else {}
+        config_file = folder.with_suffix(".json")
+        config_file.write_text(json.dumps(config))
+        return config_file
 
     # --- Output
 
-    def describe(self, outcome: Outcome) -> str:
+    def describe(self, outcome: ReplayOutcome) -> str:
         """Describe an interval's outcome, with one line per finding."""
-        interval, lines = f"{outcome.interval} of {self.last:,}", outcome.findings
-        if outcome.is_exact and not lines:
+        interval, findings = f"{outcome.interval} of {self.last_step:,}", outcome.findings
+        if outcome.is_exact and not findings:
             return f"{interval}: bitwise identical. The log, data, recipe and weights match the page"
-        differences = ", ".join(f"{name} {value:.1e}" for name, value in outcome.differences.items())
-        lines = [*lines, *([f"largest differences: {differences}"] if differences else [])]
+        differences = ", ".join(f"{name} {value:.1e}" for name, value in outcome.max_differences.items())
+        lines = [*findings, *([f"largest differences: {differences}"] if differences else [])]
         return "\n".join(f"{interval}: {line}" for line in lines)
 
-    def conclude(self, contradictions: list[str], outcomes: list[Outcome]) -> int:
+    def conclude(self, contradictions: list[str], outcomes: list[ReplayOutcome]) -> int:
         """Print the coverage, append the outcome to verified.json, and return the exit status."""
         replayed = [outcome for outcome in outcomes if outcome.is_replayed]
-        covered = sum(outcome.interval.end - outcome.interval.start for outcome in replayed)
-        compared = {step for outcome in replayed for step in outcome.interval.checkpoints}
+        replayed_steps = sum(outcome.interval.end - outcome.interval.start for outcome in replayed)
+        compared_checkpoints = {step for outcome in replayed for step in outcome.interval.checkpoint_steps}
         is_exact = bool(replayed) and all(outcome.is_exact for outcome in replayed)
-        kind = BIT_FOR_BIT if is_exact else EVALUATED_AGAIN
-        missing = [*self._not_evaluated(replayed), *self._unexplained(replayed)]
+        verification = BIT_FOR_BIT if is_exact else EVALUATED_AGAIN
+        missing_evaluations = self._missing_headline_evaluations(replayed)
+        missing = [*missing_evaluations, *self._unexplained_evaluations(replayed)]
         print("".join(f"{finding}\n" for finding in missing), end="")
         findings = [*contradictions, *missing]
         findings += [f"{outcome.interval}: {finding}" for outcome in outcomes for finding in outcome.findings]
-        of_steps = max(1, self.last - self.began)
-        steps = f"{covered:,} of {of_steps:,} steps ({covered / of_steps:.1%})"
-        differ = plural(len(findings), "difference") if findings else f"no difference. {MEANING[kind]}"
-        print(f"{steps} and {len(compared)} of {len(self.kept)} checkpoints replayed, {kind}: {differ}")
-        left_out = [f"{of_steps - covered:,} steps", *NOT_VERIFIED, *self._not_replayed(replayed, compared)]
-        print(f"not verified: {'; '.join(left_out)}")
+        run_steps = max(1, self.last_step - self.first_step)
+        coverage = f"{replayed_steps:,} of {run_steps:,} steps ({replayed_steps / run_steps:.1%})"
+        coverage += f" and {len(compared_checkpoints)} of {len(self.checkpoint_steps)} checkpoints"
+        no_difference = f"no difference. {VERIFICATION_MEANING[verification]}"
+        verdict = plural(len(findings), "difference") if findings else no_difference
+        print(f"{coverage} replayed, {verification}: {verdict}")
+        unverified_parts = self._unverified_parts(replayed, compared_checkpoints)
+        not_verified = [f"{run_steps - replayed_steps:,} steps", *NEVER_VERIFIED, *unverified_parts]
+        print(f"not verified: {'; '.join(not_verified)}")
         recipe_changes = list(self.recipe_changes())
         print("".join(f"the recipe changed at {change}\n" for change in recipe_changes), end="")
         git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-        trained = [outcome.differences for outcome in replayed if not outcome.interval.is_evaluation]
-        largest: dict[str, float] = {}  # largest difference of each quantity in all trained intervals
-        for name, value in (item for differences in trained for item in differences.items()):
-            largest[name] = max(largest.get(name, 0.0), value)
+        largest_differences: dict[str, float] = {}  # by quantity, in all trained intervals
+        for outcome in replayed:
+            if outcome.interval.is_evaluation:
+                continue
+            for quantity, difference in outcome.max_differences.items():
+                largest_differences[quantity] = max(largest_differences.get(quantity, 0.0), difference)
         stamp: ReplayRecord = {
             "date": time.strftime("%Y-%m-%d"),
             "commit": commit or None,
-            "kind": kind,
-            "device": self.device,
+            "kind": verification,
+            "device": self.device_type,
             "config": self.flags.config_file.stem if self.flags.config_file else "one process",
-            "mixed_precision": ", ".join(dict.fromkeys(self._precisions())),
+            "mixed_precision": ", ".join(dict.fromkeys(self._mixed_precisions())),
             "recipe_changes": recipe_changes,
-            "steps": covered,
-            "of_steps": of_steps,
+            "steps": replayed_steps,
+            "of_steps": run_steps,
             "intervals": [str(outcome.interval) for outcome in replayed],
-            "checkpoints": [step_name(step) for step in sorted(compared)],
-            "differences": largest,
+            "checkpoints": [step_name(step) for step in sorted(compared_checkpoints)],
+            "differences": largest_differences,
             "findings": findings,
-            "not_verified": left_out,
-            "files": self.files,
+            "not_verified": not_verified,
+            "files": self.hash_by_file,
         }
-        file = self.folder / VERIFIED
-        write_json(file, {"stamps": [*self.record.stamps, stamp]})
+        verified_file = self.folder / VERIFIED_FILE
+        write_json(verified_file, {"stamps": [*self.record.verifications, stamp]})
         print(
-            f"Wrote {shortest(file)}. To update the run's page, run:"
+            f"Wrote {shortest(verified_file)}. To update the run's page, run:"
             f" python logbook.py add {shortest(self.folder)}"
         )
         return 1 if findings else 0
 
-    def _not_evaluated(self, replayed: list[Outcome]) -> Iterator[str]:
+    def _missing_headline_evaluations(self, replayed: list[ReplayOutcome]) -> Iterator[str]:
         """Yield headline evaluations that no replay repeated, for example because a checkpoint is missing."""
-        evaluated = {outcome.interval.start for outcome in replayed if outcome.interval.is_evaluation}
-        for step in sorted({*self.headline} - evaluated):
+        evaluated_steps = {outcome.interval.start for outcome in replayed if outcome.interval.is_evaluation}
+        for step in sorted({*self.headline_steps} - evaluated_steps):
             yield f"the evaluation at step {step:,}, which the headline reports, could not be repeated"
 
-    def _not_repeated(self, replayed: list[Outcome]) -> set[int]:
+    def _steps_without_repeated_evaluation(self, replayed: list[ReplayOutcome]) -> set[int]:
         """Return steps in replayed intervals whose logged evaluation no replay repeated."""
-        missing = {step for outcome in replayed for step in outcome.not_repeated}
-        return missing - {step for outcome in replayed for step in outcome.evaluated}
+        not_repeated_steps = {step for outcome in replayed for step in outcome.not_repeated_steps}
+        return not_repeated_steps - {step for outcome in replayed for step in outcome.evaluated_steps}
 
-    def _unexplained(self, replayed: list[Outcome]) -> Iterator[str]:
+    def _unexplained_evaluations(self, replayed: list[ReplayOutcome]) -> Iterator[str]:
         """Yield logged evaluations at steps at which neither an epoch nor a start (--max_steps) ended."""
-        kept = self.record.kept
-        if kept and all(start.is_recorded for start in kept):
-            ends = {start.settings.get("recipe", {}).get("max_steps") for start in self.record.starts}
-            for step in sorted(self._not_repeated(replayed) - ends):
+        kept_starts = self.record.kept_starts
+        if kept_starts and all(start.is_recorded for start in kept_starts):
+            start_recipes = [start.settings.get("recipe", {}) for start in self.record.starts]
+            ends_of_starts = {recipe.get("max_steps") for recipe in start_recipes}
+            for step in sorted(self._steps_without_repeated_evaluation(replayed) - ends_of_starts):
                 reason = "but neither an epoch nor a start ended at this step"
                 yield f"the log contains an evaluation at step {step:,}, {reason}"
 
-    def _precisions(self) -> Iterator[str]:
-        return (part.record.settings.get("mixed_precision", "no") for part in self.parts)
+    def _mixed_precisions(self) -> Iterator[str]:
+        records = (step_range.record for step_range in self.step_ranges)
+        return (record.settings.get("mixed_precision", "no") for record in records)
 
-    def _not_replayed(self, replayed: list[Outcome], compared: set[int]) -> list[str]:
+    def _unverified_parts(self, replayed: list[ReplayOutcome], compared_checkpoints: set[int]) -> list[str]:
         """Return the parts of the run that a replay could have verified but did not."""
-        lines = []
-        if steps := sorted(self._not_repeated(replayed)):
-            lines.append(f"evaluations within an epoch, at steps without a checkpoint ({some_of(steps)})")
-        if reasons := dict.fromkeys(reason for outcome in replayed for reason in outcome.why_not):
-            lines.append(f"bitwise equality ({some_of(list(reasons))})")
+        unverified = []
+        if steps := sorted(self._steps_without_repeated_evaluation(replayed)):
+            unverified.append(
+                f"evaluations within an epoch, at steps without a checkpoint ({some_of(steps)})"
+            )
+        if reasons := dict.fromkeys(reason for outcome in replayed for reason in outcome.reasons_not_exact):
+            unverified.append(f"bitwise equality ({some_of(list(reasons))})")
 
             best_by = METRICS.get(self.recipe.get("best_by", ""))
-            by_class = [
+            unverified_metrics = [
                 metric.title for metric in METRICS.values() if metric.by_class and metric is not best_by
             ]
-            lines += ["whether these steps produced the weights", "precision", *by_class]
-        if rest := sorted({*self.kept} - compared):
-            lines.append(f"weights in the checkpoints at steps {some_of(rest)}")
-        if checkpoint := self.record.settings.get("resumed_from"):
-            lines.append(f"the training before {checkpoint}, which the run resumed")
-        unknown = self.recipe.keys() - {field.name for field in fields(self.recipe_type)}
-        if unknown:
-            lines.append(f"flags that {self.script.name} does not define: {some_of(sorted(unknown))}")
-        return lines
+            unverified += ["whether these steps produced the weights", "precision", *unverified_metrics]
+        if other_checkpoints := sorted({*self.checkpoint_steps} - compared_checkpoints):
+            unverified.append(f"weights in the checkpoints at steps {some_of(other_checkpoints)}")
+        if resumed_from := self.record.settings.get("resumed_from"):
+            unverified.append(f"the training before {resumed_from}, which the run resumed")
+        unknown_flags = self.recipe.keys() - {field.name for field in fields(self.recipe_type)}
+        if unknown_flags:
+            flags = some_of(sorted(unknown_flags))
+            unverified.append(f"flags that {self.script.name} does not define: {flags}")
+        return unverified
 
 
-def run_replay(words: list[str], env: dict[str, str]) -> tuple[int, str]:
+def run_replay(command: list[str], env: dict[str, str]) -> tuple[int, str]:
     """Run a replay with additional environment variables. Return the exit status and the replay's output."""
     process = subprocess.run(
-        words,
+        command,
         env=os.environ | env,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

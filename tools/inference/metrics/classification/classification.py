@@ -4,16 +4,16 @@ import datasets
 import evaluate
 import numpy as np
 
-MATRIX_CLASSES = 1000  # class limit for a confusion matrix, the same as in onecurve/run/evaluation.py
+MAX_MATRIX_CLASSES = 1000  # class limit for a confusion matrix, the same as in onecurve/run/evaluation.py
 INPUTS = """
 Args:
     predictions: Most probable class of each image, int [n].
     references: True class of each image, int [n].
-    classes: Number of classes.
+    class_count: Number of classes.
 Returns:
     accuracy: Fraction of images whose most probable class is the true class.
-    confusion: Confusion matrix with one row per true class, int [classes][classes]. Present for up to
-        MATRIX_CLASSES classes.
+    confusion: Confusion matrix with one row per true class, int [class_count][class_count]. Present for up to
+        MAX_MATRIX_CLASSES classes.
     precision, recall, f1: Lists with one number per class.
     specificity: For each class, the fraction of the images of other classes that are not predicted as this
         class.
@@ -24,19 +24,19 @@ A fraction with denominator 0 is 0, like with zero_division=0 in scikit-learn.
 
 class Classification(evaluate.Metric):
     def _info(self) -> evaluate.MetricInfo:
-        whole = datasets.Value("int64")
+        class_index = datasets.Value("int64")
         return evaluate.MetricInfo(
             description=__doc__,
             citation="",
             inputs_description=INPUTS,
-            features=datasets.Features({"predictions": whole, "references": whole}),
+            features=datasets.Features({"predictions": class_index, "references": class_index}),
         )
 
-    def _compute(self, predictions: list[int], references: list[int], classes: int) -> dict:
+    def _compute(self, predictions: list[int], references: list[int], class_count: int) -> dict:
         predictions, references = np.asarray(predictions), np.asarray(references)
-        correct = references[references == predictions]
-        class_ids = (correct, references, predictions)
-        hits, support, predicted = (np.bincount(ids, minlength=classes) for ids in class_ids)
+        correct_labels = references[references == predictions]
+        labels_to_count = (correct_labels, references, predictions)
+        hits, support, predicted = (np.bincount(labels, minlength=class_count) for labels in labels_to_count)
         negatives = len(references) - support
         per_class = {
             "precision": _divide(hits, predicted),
@@ -45,13 +45,15 @@ class Classification(evaluate.Metric):
             "specificity": _divide(negatives - (predicted - hits), negatives),
             "support": support,
         }
-        metrics_by_class = {name: values.tolist() for name, values in per_class.items()}
+        metrics_by_class = {metric: values.tolist() for metric, values in per_class.items()}
         accuracy = {"accuracy": float(hits.sum() / len(references))}
-        if classes > MATRIX_CLASSES:
+        if class_count > MAX_MATRIX_CLASSES:
             return accuracy | metrics_by_class
-        cells = np.bincount(references * classes + predictions, minlength=classes**2)
-        return accuracy | {"confusion": cells.reshape(classes, classes).tolist()} | metrics_by_class
+        cell_counts = np.bincount(references * class_count + predictions, minlength=class_count**2)
+        confusion = cell_counts.reshape(class_count, class_count).tolist()
+        return accuracy | {"confusion": confusion} | metrics_by_class
 
 
-def _divide(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    return np.divide(part, whole, out=np.zeros(len(part)), where=whole > 0)
+def _divide(numerators: np.ndarray, denominators: np.ndarray) -> np.ndarray:
+    zeros = np.zeros(len(numerators))
+    return np.divide(numerators, denominators, out=zeros, where=denominators > 0)

@@ -15,14 +15,15 @@ Returns:
 
 class TopK(evaluate.Metric):
     def _info(self) -> evaluate.MetricInfo:
-        whole = datasets.Value("int64")
+        class_index = datasets.Value("int64")
+        top_classes = datasets.List(class_index)
         return evaluate.MetricInfo(
             description=__doc__,
             citation="",
             inputs_description=INPUTS,
-            features=datasets.Features({"predictions": datasets.List(whole), "references": whole}),
+            features=datasets.Features({"predictions": top_classes, "references": class_index}),
         )
 
     def _compute(self, predictions: list[list[int]], references: list[int]) -> dict[str, float]:
-        hits = np.asarray(predictions) == np.asarray(references)[:, None]  # [n, k]
-        return {"top_k": float(hits.any(1).mean())}
+        is_hit = np.asarray(predictions) == np.asarray(references)[:, None]  # [n, k]
+        return {"top_k": float(is_hit.any(1).mean())}
