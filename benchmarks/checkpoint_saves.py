@@ -121,7 +121,7 @@ class Benchmark:
             state = {"step": self.steps, **self.training.scalars()}
             seconds = self.timed(lambda: saver.save(self.steps, state, None))
             ended: list[float] = []
-            saver.pending[-1].add_done_callback(lambda _: ended.append(time.perf_counter()))
+            saver.pending_futures[-1].add_done_callback(lambda _: ended.append(time.perf_counter()))
             saving_s, saving_gb = self.ten_steps(saver)
             if saver.problem:
                 raise ValueError(saver.problem)

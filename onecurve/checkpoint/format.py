@@ -27,7 +27,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from onecurve.checkpoint.snapshot import DTYPE_NAMES, DTYPES, Snapshot, Specs, write_chunks
+from onecurve.checkpoint.snapshot import DTYPE_BY_NAME, DTYPE_NAMES, Snapshot, Specs, write_chunks
 from onecurve.system.files import (
     check_regular,
     discard,
@@ -46,12 +46,14 @@ FORMAT_VERSION = 1  # docs/checkpoints.md lists the readable versions and the re
 MODEL_FILE, OPTIMIZER_FILE, EMA_FILE = "model.safetensors", "optimizer.safetensors", "ema.safetensors"
 STATE_FILE, MANIFEST_FILE, INDEX_FILE = "state.json", "manifest.json", "index.json"
 JSON_LIMIT_BYTES = 16 * 2**20  # maximum size of a manifest; 22,000 class names occupy 1.2 MB
+WRAPPER_PREFIXES = ("_orig_mod.", "module.", "model.")  # added by torch.compile, DDP and Lightning
+LATEST_KEPT_COUNT = 2  # number of latest checkpoints that steps_to_keep() keeps
 
 
 class OptimizerScalars(TypedDict):
     """Content of the optimizer section in state.json."""
 
-    scalars: dict[str, dict[str, Any]]  # parameter name -> state name -> value
+    scalars: dict[str, dict[str, Any]]  # parameter name -> state name -> scalar
     groups: list[dict[str, Any]]  # each parameter group's settings that the optimizer changed
 
 
@@ -78,112 +80,134 @@ def can_store(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def encode_value(value: Any) -> Any:
+def scalar_to_json(scalar: Any) -> Any:
     """Convert a scalar or a small tensor to a JSON value."""
-    if not isinstance(value, Tensor):
-        return value
-    return {"dtype": DTYPE_NAMES[value.dtype], "value": value.tolist()}
+    if not isinstance(scalar, Tensor):
+        return scalar
+    return {"dtype": DTYPE_NAMES[scalar.dtype], "value": scalar.tolist()}
 
 
-def decode_value(encoded: Any) -> Any:
-    """Convert the output of encode_value() back to a scalar or a CPU tensor.
+def scalar_from_json(json_value: Any) -> Any:
+    """Convert the output of scalar_to_json() back to a scalar or a CPU tensor.
 
     Raises:
-        ValueError: If the value is not a valid output of encode_value().
+        ValueError: If the value is not a valid output of scalar_to_json().
     """
-    if not isinstance(encoded, dict):
-        return encoded
+    if not isinstance(json_value, dict):
+        return json_value
     try:
-        return torch.tensor(encoded["value"], dtype=DTYPES[encoded["dtype"]])
+        return torch.tensor(json_value["value"], dtype=DTYPE_BY_NAME[json_value["dtype"]])
     except (KeyError, TypeError, RuntimeError):
-        raise ValueError(f"the entry {encoded} in state.json can't be converted to a tensor") from None
+        raise ValueError(f"the entry {json_value} in state.json can't be converted to a tensor") from None
+
+
+def parameter_of(state_tensor_name: str) -> str:
+    """Return the parameter's name from a state tensor's name `<parameter>/<state>`."""
+    parameter_name, _, _ = state_tensor_name.rpartition("/")
+    return parameter_name
 
 
 def step_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def step_of(name: str) -> int | None:
+def step_from_name(name: str) -> int | None:
     """Return the step number in a checkpoint's name (390 for step_00000390), or None for other names."""
-    match = re.fullmatch(r"step_([0-9]{8}|[1-9][0-9]{8,17})", name)
-    return int(match[1]) if match else None
+    match = re.fullmatch(r"step_(?P<step>[0-9]{8}|[1-9][0-9]{8,17})", name)
+    return int(match["step"]) if match else None
 
 
 def steps_in(folder: Path) -> list[int]:
     """Return the steps of all checkpoints in the folder, including damaged checkpoints, newest first."""
     if not folder.is_dir():
         return []
-    steps = (step_of(path.name) for path in folder.iterdir())
-    return sorted((step for step in steps if step is not None), reverse=True)
+    steps_or_none = (step_from_name(path.name) for path in folder.iterdir())
+    return sorted((step for step in steps_or_none if step is not None), reverse=True)
 
 
 # --- Writing
 
 
 def commit(
-    parent: Path, step: int, snapshots: dict[str, Snapshot], state: dict[str, Any], entries: dict[str, Any]
+    checkpoints_folder: Path,
+    step: int,
+    snapshots: dict[str, Snapshot],
+    state: dict[str, Any],
+    manifest_entries: dict[str, Any],
 ) -> Path:
-    """Atomically write the checkpoint folder parent/step_N and sync the folder to disk.
+    """Atomically write the checkpoint folder checkpoints_folder/step_N and sync the folder to disk.
 
     Args:
-        entries: Additional entries for the manifest.
+        checkpoints_folder: The run's checkpoints/ folder.
+        step: Step of the checkpoint.
+        snapshots: Complete snapshots, by file name.
+        state: Content of state.json.
+        manifest_entries: Additional entries for the manifest.
 
     Raises:
         OSError: If the write fails. Earlier checkpoints are not affected.
     """
-    folder = parent / step_name(step)
-    temporary = parent / f".{folder.name}.tmp"
-    discard(temporary)
+    step_folder = checkpoints_folder / step_name(step)
+    temporary_folder = checkpoints_folder / f".{step_folder.name}.tmp"
+    discard(temporary_folder)
     try:
-        temporary.mkdir(parents=True)
-        files = {name: snapshot.write(temporary / name) for name, snapshot in snapshots.items()}
-        files[STATE_FILE] = write_chunks(temporary / STATE_FILE, [json.dumps(state, indent=1).encode()])
-        manifest = {"format_version": FORMAT_VERSION, "step": step, "files": files, **entries}
+        temporary_folder.mkdir(parents=True)
+        file_entries = {name: snapshot.write(temporary_folder / name) for name, snapshot in snapshots.items()}
+        state_json = json.dumps(state, indent=1).encode()
+        file_entries[STATE_FILE] = write_chunks(temporary_folder / STATE_FILE, [state_json])
+        manifest = {"format_version": FORMAT_VERSION, "step": step, "files": file_entries, **manifest_entries}
         manifest["digest"] = _manifest_digest(manifest)
-        write_chunks(temporary / MANIFEST_FILE, [json.dumps(manifest, indent=1).encode()])
-        sync(temporary)
-        temporary.rename(folder)
+        write_chunks(temporary_folder / MANIFEST_FILE, [json.dumps(manifest, indent=1).encode()])
+        sync(temporary_folder)
+        temporary_folder.rename(step_folder)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(temporary_folder, ignore_errors=True)
         raise
-    sync(parent)
-    return folder
+    sync(checkpoints_folder)
+    return step_folder
 
 
-def write_step_index(parent: Path, latest: int, best: int | None) -> None:
+def write_step_index(checkpoints_folder: Path, latest_step: int, best_step: int | None) -> None:
     """Write index.json for users, `--weights` and validate.py. A resumed run does not read index.json."""
-    index = {"latest": step_name(latest)} | ({"best": step_name(best)} if best is not None else {})
-    write_json(parent / INDEX_FILE, index)
+    write_json(checkpoints_folder / INDEX_FILE, make_step_index(latest_step, best_step))
 
 
-def parse_step_index(content: bytes, location: Path | str) -> dict[str, int]:
+def make_step_index(latest_step: int, best_step: int | None) -> dict[str, str]:
+    """Return the content of index.json. None means that there is no best checkpoint."""
+    best_entry = {} if best_step is None else {"best": step_name(best_step)}
+    return {"latest": step_name(latest_step)} | best_entry
+
+
+def parse_step_index(index_bytes: bytes, location: Path | str) -> dict[str, int]:
     """Return the checkpoint steps listed in index.json, for example {"latest": 390, "best": 260}.
 
     Raises:
         ValueError: If the content is not a checkpoint index.
     """
     try:
-        steps = {label: step_of(name) for label, name in parse_json(content, location).items()}
-        return {label: step for label, step in steps.items() if step is not None}
+        name_by_label = parse_json(index_bytes, location)
+        step_by_label = {label: step_from_name(name) for label, name in name_by_label.items()}
+        return {label: step for label, step in step_by_label.items() if step is not None}
     except (ValueError, TypeError):
         raise ValueError(f"{location} is not a valid checkpoint index") from None
 
 
-def best_in(parent: Path) -> Path | None:
+def best_checkpoint_folder(checkpoints_folder: Path) -> Path | None:
     """Return the folder of the best checkpoint in index.json, or None if that folder does not exist."""
-    index_file = parent / INDEX_FILE
+    index_file = checkpoints_folder / INDEX_FILE
     if not index_file.is_file():
         return None
-    best = parse_step_index(index_file.read_bytes(), shortest(index_file)).get("best")
-    if best is None or not (parent / step_name(best)).is_dir():
+    best_step = parse_step_index(index_file.read_bytes(), shortest(index_file)).get("best")
+    if best_step is None or not (checkpoints_folder / step_name(best_step)).is_dir():
         return None
-    return parent / step_name(best)
+    return checkpoints_folder / step_name(best_step)
 
 
-def steps_to_keep(steps: Iterable[int], best: int | None, keep_every: int | None) -> set[int]:
+def steps_to_keep(saved_steps: Iterable[int], best_step: int | None, keep_every: int | None) -> set[int]:
     """Return the checkpoint steps to keep: the latest two, the best, and multiples of --keep_every."""
-    steps = sorted(steps)
-    kept_steps = {*steps[-2:]} | {step for step in steps if step == best}
+    steps = sorted(saved_steps)
+    latest_steps = steps[-LATEST_KEPT_COUNT:]
+    kept_steps = {*latest_steps, *(step for step in steps if step == best_step)}
     if keep_every:
         kept_steps |= {step for step in steps if step % keep_every == 0}
     return kept_steps
@@ -204,9 +228,9 @@ def remove_checkpoint(folder: Path) -> None:
     discard(renamed_folder)
 
 
-def remove_temporary(parent: Path) -> None:
+def remove_temporary_folders(checkpoints_folder: Path) -> None:
     """Remove leftovers of interrupted writes and removals. Only the run's owner may call this function."""
-    for path in parent.glob(".step_*"):
+    for path in checkpoints_folder.glob(".step_*"):
         with contextlib.suppress(OSError):
             discard(path)
 
@@ -214,7 +238,7 @@ def remove_temporary(parent: Path) -> None:
 # --- Verifying and choosing
 
 
-def verify(folder: Path, heartbeat: Heartbeat = lambda: None) -> Checkpoint:
+def verify(step_folder: Path, heartbeat: Heartbeat = lambda: None) -> Checkpoint:
     """Verify a checkpoint's manifest and every file's size and SHA-256.
 
     Raises:
@@ -223,23 +247,23 @@ def verify(folder: Path, heartbeat: Heartbeat = lambda: None) -> Checkpoint:
         ValueError: If a file can't be read.
     """
     try:
-        with open(_regular_file(folder / MANIFEST_FILE), "rb") as file:
-            manifest = check_manifest(file.read(JSON_LIMIT_BYTES), folder)
-        for name, expected in manifest["files"].items():
-            path = _regular_file(folder / name)
-            if path.stat().st_size != expected["size"]:
+        with open(_require_regular_file(step_folder / MANIFEST_FILE), "rb") as manifest_file:
+            manifest = parse_checkpoint_manifest(manifest_file.read(JSON_LIMIT_BYTES), step_folder)
+        for file_name, file_entry in manifest["files"].items():
+            path = _require_regular_file(step_folder / file_name)
+            if path.stat().st_size != file_entry["size"]:
                 raise DamagedCheckpoint(
-                    f"{path} contains {path.stat().st_size:,} bytes, but the manifest lists"
-                    f" {expected['size']:,} bytes"
+                    f"{path} contains {path.stat().st_size:,} bytes,"
+                    f" but the manifest lists {file_entry['size']:,} bytes"
                 )
-            if sha256_of(path, heartbeat) != expected["sha256"]:
+            if sha256_of(path, heartbeat) != file_entry["sha256"]:
                 raise DamagedCheckpoint(f"{path} does not match the SHA-256 in the manifest")
     except OSError as error:  # after a disk or permission error, for example, the file may be intact
         raise ValueError(f"{error.filename} can't be read: {error.strerror}") from None
-    return Checkpoint(folder, manifest)
+    return Checkpoint(step_folder, manifest)
 
 
-def _regular_file(path: Path) -> Path:
+def _require_regular_file(path: Path) -> Path:
     """Return the path if it refers to a regular file.
 
     Raises:
@@ -247,7 +271,8 @@ def _regular_file(path: Path) -> Path:
             are also refused, because a read from a pipe would block.
     """
     if path.is_symlink() or not path.is_file():
-        raise DamagedCheckpoint(f"{path} is {'not a regular file' if os.path.lexists(path) else 'missing'}")
+        problem = "not a regular file" if os.path.lexists(path) else "missing"
+        raise DamagedCheckpoint(f"{path} is {problem}")
     return path
 
 
@@ -258,79 +283,83 @@ class FileEntry(TypedDict):
 
 class CheckpointManifest(TypedDict):
     digest: str
-    format_version: Any
+    format_version: Any  # an int, checked separately so that an unknown version has a clear error message
     step: int
     files: dict[str, FileEntry]
 
 
-def check_manifest(content: bytes, folder: Path | str) -> dict[str, Any]:
+def parse_checkpoint_manifest(manifest_bytes: bytes, step_folder: Path | str) -> dict[str, Any]:
     """Parse and check a checkpoint's manifest without reading the checkpoint's other files.
 
     Raises:
         DamagedCheckpoint: If the manifest is malformed, has been modified, or belongs to a different step.
         ValueError: If this version of the code does not support the manifest's format version.
     """
-    location = f"{folder}/{MANIFEST_FILE}"
+    location = f"{step_folder}/{MANIFEST_FILE}"
     try:
-        manifest = parse_json(content, location)
+        manifest = parse_json(manifest_bytes, location)
     except ValueError:
         manifest = {}
-    if not has_type(manifest, CheckpointManifest) or any(
-        file["size"] < 0 for file in manifest["files"].values()
-    ):
+    is_valid = has_type(manifest, CheckpointManifest)
+    if not is_valid or any(file_entry["size"] < 0 for file_entry in manifest["files"].values()):
         raise DamagedCheckpoint(f"{location} is not a valid checkpoint manifest")
     if manifest.pop("digest") != _manifest_digest(manifest):
         raise DamagedCheckpoint(f"{location} does not match the digest that the file contains")
-    version, listed_files = manifest["format_version"], manifest["files"].keys()
-    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
+    format_version, listed_files = manifest["format_version"], manifest["files"].keys()
+    if type(format_version) is not int or not 1 <= format_version <= FORMAT_VERSION:
         raise ValueError(
-            f"{location} uses checkpoint format version {version}, but this version of onecurve supports only"
-            f" versions 1 to {FORMAT_VERSION}. Update onecurve."
+            f"{location} uses checkpoint format version {format_version},"
+            f" but this version of onecurve supports only versions 1 to {FORMAT_VERSION}. Update onecurve."
         )
     required_files = {MODEL_FILE, OPTIMIZER_FILE, STATE_FILE}
     if not required_files <= listed_files <= required_files | {EMA_FILE}:
         raise DamagedCheckpoint(
-            f"{location} does not list the files of a checkpoint. The listed files are"
-            f" {', '.join(sorted(listed_files))}"
+            f"{location} does not list the files of a checkpoint."
+            f" The listed files are {', '.join(sorted(listed_files))}"
         )
-    if step_of(Path(folder).name) != manifest["step"]:
+    if step_from_name(Path(step_folder).name) != manifest["step"]:
         raise DamagedCheckpoint(f"{location} belongs to the checkpoint of step {manifest['step']}")
     return manifest
 
 
-def newest(parent: Path, heartbeat: Heartbeat = lambda: None, ours: bool = True) -> Checkpoint | None:
+def newest(
+    checkpoints_folder: Path, heartbeat: Heartbeat = lambda: None, is_owner: bool = True
+) -> Checkpoint | None:
     """Return the newest checkpoint that passes verification, or None if the folder contains no checkpoints.
 
     Args:
         heartbeat: Function called about once per second while files are hashed.
-        ours: True if this process owns the folder and must therefore rename damaged checkpoints to damaged_*.
+        is_owner: True if this process owns the folder and must therefore rename damaged checkpoints to
+            damaged_*.
 
     Raises:
         ValueError: If checkpoints exist but none of them passes verification.
     """
-    steps, damaged = steps_in(parent), []
-    for step in steps:
-        folder = parent / step_name(step)
+    damaged_folders: list[Path] = []
+    for step in steps_in(checkpoints_folder):
+        step_folder = checkpoints_folder / step_name(step)
         try:
-            checkpoint = verify(folder, heartbeat)
+            checkpoint = verify(step_folder, heartbeat)
         except DamagedCheckpoint as error:
-            damaged.append(folder)
+            damaged_folders.append(step_folder)
             log.warning(f"warning: the checkpoint of step {step:,} is damaged: {error}")
             continue
-        for damaged_folder in damaged if ours else ():
-            renamed_folder = damaged_folder.with_name(f"damaged_{damaged_folder.name}")
-            discard(renamed_folder)
-            damaged_folder.rename(renamed_folder)
+        if is_owner:
+            for damaged_folder in damaged_folders:
+                renamed_folder = damaged_folder.with_name(f"damaged_{damaged_folder.name}")
+                discard(renamed_folder)
+                damaged_folder.rename(renamed_folder)
         return checkpoint
-    if damaged:
+    if damaged_folders:
         raise ValueError(
-            f"none of the {len(damaged)} checkpoints in {parent} passes verification. Restore an intact copy"
-            " of a checkpoint, or start a new run with a different --output_dir."
+            f"none of the {len(damaged_folders)} checkpoints in {checkpoints_folder} passes verification."
+            " Restore an intact copy of a checkpoint, or start a new run with a different --output_dir."
         )
     return None
 
 
 def _manifest_digest(manifest: dict[str, Any]) -> str:
+    """Return the SHA-256 of the manifest without its `digest` entry."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
@@ -350,13 +379,14 @@ class TensorFile:
         self.path = path
         try:
             check_regular(path)
-            self.file = safe_open(path, "pt")
+            self.safetensors_reader = safe_open(path, "pt")
         except (OSError, SafetensorError) as error:
             reason = lfs_pointer_problem(path) or error
             raise ValueError(f"{path} is not a valid safetensors file: {reason}") from None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(self.file.get_slice(name).get_shape()) for name in self.file.keys()}  # noqa: SIM118
+        reader = self.safetensors_reader
+        return {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
 
     def specs(self) -> Specs:
         """Return the dtype and shape of each tensor in the file.
@@ -364,29 +394,41 @@ class TensorFile:
         Raises:
             ValueError: If the file contains a dtype that runs never write.
         """
-        dtypes = {name: self.file.get_slice(name).get_dtype() for name in self.file.keys()}  # noqa: SIM118
-        if unknown := [name for name, dtype in dtypes.items() if dtype not in DTYPES]:
-            raise ValueError(
-                f"{self.path}: tensor {unknown[0]} has the unsupported dtype {dtypes[unknown[0]]}"
-            )
-        return {name: (DTYPES[dtypes[name]], shape) for name, shape in self.shapes().items()}
+        reader = self.safetensors_reader
+        dtype_names = {name: reader.get_slice(name).get_dtype() for name in reader.keys()}  # noqa: SIM118
+        for name, dtype_name in dtype_names.items():
+            if dtype_name not in DTYPE_BY_NAME:
+                raise ValueError(f"{self.path}: tensor {name} has the unsupported dtype {dtype_name}")
+        return {name: (DTYPE_BY_NAME[dtype_names[name]], shape) for name, shape in self.shapes().items()}
 
-    def expect(self, shapes: dict[str, tuple[int, ...]]) -> None:
+    def require_shapes(self, model_shapes: dict[str, tuple[int, ...]]) -> None:
         """Raise ValueError unless the file contains exactly these tensor names and shapes."""
         stored_shapes = self.shapes()
-        mismatches = [name for name in shapes if stored_shapes.get(name, shapes[name]) != shapes[name]]
-        mismatches += sorted(stored_shapes.keys() ^ shapes.keys())
+        mismatches = [name for name, shape in model_shapes.items() if stored_shapes.get(name, shape) != shape]
+        mismatches += sorted(stored_shapes.keys() ^ model_shapes.keys())
         if mismatches:
-            first_name = mismatches[0]
-            stored, expected = (
-                list(shapes_by_name[first_name]) if first_name in shapes_by_name else "nothing"
-                for shapes_by_name in (stored_shapes, shapes)
-            )
+            tensor_name = mismatches[0]
+            stored_shape = list(stored_shapes[tensor_name]) if tensor_name in stored_shapes else "nothing"
+            expected_shape = list(model_shapes[tensor_name]) if tensor_name in model_shapes else "nothing"
             raise ValueError(
-                f"{self.path} does not match this model: {len(mismatches)} tensors have different names or"
-                f" shapes. The first mismatch is {first_name} ({stored} in the file, {expected} in the"
-                " model). Set the model flags to the values with which the file's model was trained."
+                f"{self.path} does not match this model:"
+                f" {len(mismatches)} tensors have different names or shapes."
+                f" The first mismatch is {tensor_name}"
+                f" ({stored_shape} in the file, {expected_shape} in the model)."
+                " Set the model flags to the values with which the file's model was trained."
             )
 
-    def tensor(self, name: str) -> Tensor:
-        return self.file.get_tensor(name)
+    def wrapper_prefix(self) -> str:
+        """Return the prefix that model wrappers add to all tensor names, for example `module._orig_mod.`."""
+        tensor_names, prefix = self.shapes().keys(), ""
+        while tensor_names:
+            for wrapper_prefix in WRAPPER_PREFIXES:
+                if all(name.startswith(prefix + wrapper_prefix) for name in tensor_names):
+                    prefix += wrapper_prefix
+                    break
+            else:
+                break
+        return prefix
+
+    def read_tensor(self, name: str) -> Tensor:
+        return self.safetensors_reader.get_tensor(name)

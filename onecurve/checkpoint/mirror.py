@@ -14,15 +14,15 @@ import threading
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from onecurve.checkpoint import format as checkpoints
 from onecurve.checkpoint.format import (
     JSON_LIMIT_BYTES,
     MANIFEST_FILE,
     DamagedCheckpoint,
+    step_from_name,
     step_name,
-    step_of,
     steps_in,
 )
 from onecurve.system.files import discard, own_files, read_regular, sha256_of, sync, write_bytes
@@ -30,10 +30,18 @@ from onecurve.system.output import log
 from onecurve.system.s3 import ObjectStore, StoreError, WrongSize
 from onecurve.system.threads import Heartbeat, lower_priority
 
-LOG_PATTERNS = ("recipe.json", "starts.jsonl", "metrics.jsonl", "confusion.json", "nvidia-smi-*.txt")
+LOG_GLOBS = ("recipe.json", "starts.jsonl", "metrics.jsonl", "confusion.json", "nvidia-smi-*.txt")
+CHECKPOINT_KEY_PREFIX = "checkpoints/step_"  # prefix of the keys of all checkpoint files
 # Telemetry is uploaded only once, with the result, because a host with 8 GPUs produces 140 MB per day
 TELEMETRY_GLOB = "telemetry-*.jsonl"
 LOG_LIMIT_BYTES = 2**31
+
+
+class CheckpointUpload(NamedTuple):
+    """Queued or current upload of a checkpoint."""
+
+    step: int
+    best_step: int | None
 
 
 class Mirror:
@@ -48,9 +56,9 @@ class Mirror:
         folder: Run folder on the local disk.
         keep_every: Interval in steps at which checkpoints are kept permanently. None keeps only the newest
             checkpoints and the best checkpoint.
-        lost: Function that returns None until another run takes over the prefix, for example while this
-            machine is suspended, and an error message afterwards. Once the function returns an error message,
-            the mirror neither writes nor removes objects. A request that passed this check before a
+        takeover_error: Function that returns None until another run takes over the prefix, for example while
+            this machine is suspended, and an error message afterwards. Once the function returns an error
+            message, the mirror neither writes nor removes objects. A request that passed this check before a
             suspension is still sent afterwards, but the new owner's next upload repairs any damage.
     """
 
@@ -59,137 +67,147 @@ class Mirror:
         store: ObjectStore,
         folder: Path,
         keep_every: int | None = None,
-        lost: Callable[[], str | None] = lambda: None,
+        takeover_error: Callable[[], str | None] = lambda: None,
     ):
-        self.store, self.folder, self.keep_every, self.lost = store, folder, keep_every, lost
-        self.condition = threading.Condition()
-        self.queued: tuple[int, int | None] | None = None  # queued checkpoint's step and best step
-        self.uploading: tuple[int, int | None] | None = None
+        self.store, self.folder = store, folder
+        self.keep_every, self.takeover_error = keep_every, takeover_error
+        self.upload_condition = threading.Condition()  # notified when an upload is queued or ends
+        self.queued_upload: CheckpointUpload | None = None
+        self.current_upload: CheckpointUpload | None = None
         self.failed = False  # True if the last upload failed
         threading.Thread(target=self._upload_checkpoints, daemon=True).start()
 
     def offer(self, step: int, best: int | None) -> None:
         """Queue the upload of a checkpoint that is already committed on the local disk."""
-        with self.condition:
-            self.queued = (step, best)
-            self.condition.notify_all()
+        with self.upload_condition:
+            self.queued_upload = CheckpointUpload(step, best)
+            self.upload_condition.notify_all()
 
     def needs(self) -> set[int]:
         """Return the steps of the checkpoints that must stay on disk for queued and current uploads."""
-        with self.condition:
-            uploads = filter(None, (self.queued, self.uploading))
-            return {step for upload in uploads for step in upload if step is not None}
+        with self.upload_condition:
+            uploads = [*filter(None, (self.queued_upload, self.current_upload))]
+        best_steps = {upload.best_step for upload in uploads if upload.best_step is not None}
+        return best_steps | {upload.step for upload in uploads}
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until no checkpoint is queued or being uploaded. Return False on timeout.
 
         Each request to the store has a separate timeout.
         """
-        with self.condition:
-            return self.condition.wait_for(lambda: self.queued is None and self.uploading is None, timeout_s)
+        with self.upload_condition:
+            return self.upload_condition.wait_for(
+                lambda: self.queued_upload is None and self.current_upload is None, timeout_s
+            )
 
     def send_last_files(self, result: Mapping[str, Any]) -> None:
         """Upload a finished run's files.
 
         Uploading result.json last marks the upload as complete.
         """
-        self._check_owner()
-        self._upload_run_files(*LOG_PATTERNS, TELEMETRY_GLOB)
+        self._require_ownership()
+        self._upload_run_files(*LOG_GLOBS, TELEMETRY_GLOB)
         self.store.write("result.json", json.dumps(result, indent=2).encode())
 
-    def _upload_run_files(self, *patterns: str) -> None:
-        for pattern in patterns:
-            for file in own_files(self.folder, pattern):
+    def _upload_run_files(self, *globs: str) -> None:
+        for glob in globs:
+            for file in own_files(self.folder, glob):
                 self.store.upload(file, file.name)
 
     def _upload_checkpoints(self) -> None:
         lower_priority()
         while True:
-            with self.condition:
-                self.condition.wait_for(lambda: self.queued is not None)
-                assert self.queued
-                (step, best), self.queued = self.queued, None
-                self.uploading = step, best
+            with self.upload_condition:
+                self.upload_condition.wait_for(lambda: self.queued_upload is not None)
+                assert self.queued_upload
+                upload = self.current_upload = self.queued_upload
+                self.queued_upload = None
             has_failed = False
             try:
-                self._upload(step, best)
+                self._upload_logs_and_checkpoints(upload.step, upload.best_step)
             except Exception as error:  # catch all errors, because the end of the run waits for this thread
                 has_failed = True
                 log.warning(
-                    f"warning: the checkpoint of step {step:,} could not be uploaded to {self.store.url}"
-                    f" ({error}). The checkpoint is safe on the local disk. The next upload includes this"
-                    " checkpoint. To retry the upload after the run, start the same command again."
+                    f"warning: the checkpoint of step {upload.step:,} could not be uploaded"
+                    f" to {self.store.url} ({error}). The checkpoint is safe on the local disk."
+                    " The next upload includes this checkpoint."
+                    " To retry the upload after the run, start the same command again."
                 )
-            with self.condition:
-                self.failed, self.uploading = has_failed, None
-                self.condition.notify_all()
+            with self.upload_condition:
+                self.failed, self.current_upload = has_failed, None
+                self.upload_condition.notify_all()
 
-    def _upload(self, step: int, best: int | None) -> None:
+    def _upload_logs_and_checkpoints(self, step: int, best_step: int | None) -> None:
         """Upload the logs, the checkpoint, index.json and, if it is missing in S3, the best checkpoint."""
-        self._check_owner()
-        self._upload_run_files(*LOG_PATTERNS)  # the logs must never be older than a checkpoint
+        self._require_ownership()
+        self._upload_run_files(*LOG_GLOBS)  # the logs must never be older than a checkpoint
         stored_steps = committed(self.store)
-        needed_steps = {step} | ({best} if best in steps_in(self.folder / "checkpoints") else set())
+        local_steps = {step, *steps_in(self.folder / "checkpoints")}
+        needed_steps = local_steps & {step, best_step}
         for missing_step in sorted(needed_steps - stored_steps):
             self._upload_checkpoint(missing_step)
             stored_steps.add(missing_step)
-        index = {"latest": step_name(step)} | ({"best": step_name(best)} if best in stored_steps else {})
-        self._check_owner()
-        self.store.write(f"checkpoints/{checkpoints.INDEX_FILE}", json.dumps(index).encode())
+        step_index = checkpoints.make_step_index(step, best_step if best_step in stored_steps else None)
+        self._require_ownership()
+        self.store.write(f"checkpoints/{checkpoints.INDEX_FILE}", json.dumps(step_index).encode())
         self._upload_run_files("result.json")
-        earlier_steps = {stored_step for stored_step in stored_steps if stored_step <= step}
-        self._delete_old_checkpoints(checkpoints.steps_to_keep(earlier_steps, best, self.keep_every))
+        stored_steps_so_far = {stored_step for stored_step in stored_steps if stored_step <= step}
+        kept_steps = checkpoints.steps_to_keep(stored_steps_so_far, best_step, self.keep_every)
+        self._delete_old_checkpoints(kept_steps)
 
     def _upload_checkpoint(self, step: int) -> None:
         """Upload a checkpoint. Uploading the manifest last commits the checkpoint."""
         local_folder = self.folder / "checkpoints" / step_name(step)
         remote_folder = f"checkpoints/{step_name(step)}"
-        for path in own_files(local_folder, "*"):
+        for path in own_files(local_folder, "*"):  # all files
             if path.name != MANIFEST_FILE:
-                self._check_owner()
+                self._require_ownership()
                 self.store.upload(path, f"{remote_folder}/{path.name}")
-        manifest = (local_folder / MANIFEST_FILE).read_bytes()
-        is_new = self.store.create(f"{remote_folder}/{MANIFEST_FILE}", manifest)
-        if not is_new and self.store.read(f"{remote_folder}/{MANIFEST_FILE}", JSON_LIMIT_BYTES) != manifest:
+        manifest_key = f"{remote_folder}/{MANIFEST_FILE}"
+        manifest_bytes = (local_folder / MANIFEST_FILE).read_bytes()
+        is_new = self.store.create(manifest_key, manifest_bytes)
+        if not is_new and self.store.read(manifest_key, JSON_LIMIT_BYTES) != manifest_bytes:
             raise StoreError(f"another run has written a checkpoint of step {step:,} to {self.store.url}")
 
     def _delete_old_checkpoints(self, kept_steps: set[int]) -> None:
-        """Delete all checkpoints older than the newest step in `keep`, except those in `keep`.
+        """Delete all checkpoints older than the newest step in `kept_steps`, except those in `kept_steps`.
 
         Manifests are deleted first, so that an interrupted removal leaves no checkpoint that looks committed.
         """
-        newest_kept_step, keys = max(kept_steps), self.store.list("checkpoints/step_")
-        steps = {key: _step_in_key(key) for key in keys}
+        newest_kept_step = max(kept_steps)
+        step_by_key = {key: _step_in_key(key) for key in self.store.list(CHECKPOINT_KEY_PREFIX)}
         expired_keys = [
             key
-            for key, step in steps.items()
+            for key, step in step_by_key.items()
             if step is not None and step < newest_kept_step and step not in kept_steps
         ]
-        self._check_owner()
-        self.store.delete(sorted(expired_keys, key=lambda key: not key.endswith(MANIFEST_FILE)))
+        manifests_first = sorted(expired_keys, key=lambda key: not key.endswith(MANIFEST_FILE))
+        self._require_ownership()
+        self.store.delete(manifests_first)
 
-    def _check_owner(self) -> None:
-        if message := self.lost():
-            raise StoreError(message)
+    def _require_ownership(self) -> None:
+        if error_message := self.takeover_error():
+            raise StoreError(error_message)
 
 
 def fetch_newest(
     store: ObjectStore,
-    parent: Path,
+    parent_folder: Path,
     newer_than: int,
     heartbeat: Heartbeat = lambda: None,
-    lost: Callable[[], str | None] | None = None,
+    takeover_error: Callable[[], str | None] | None = None,
 ) -> int | None:
-    """Download the newest intact, committed checkpoint after step `newer_than` into the folder `parent`.
+    """Download the newest intact, committed checkpoint after step `newer_than` into `parent_folder`.
 
     Args:
         store: S3 prefix of a run.
-        parent: Folder in which the checkpoint's folder is created.
+        parent_folder: Folder in which the checkpoint's folder is created.
         newer_than: Step after which checkpoints are considered. A negative number includes all checkpoints.
         heartbeat: Function called about once per second.
-        lost: Mirror's `lost` argument if this run owns the prefix, or None. With `lost`, damaged checkpoints'
-            manifests are deleted, so that the run ignores these checkpoints and can write the same steps
-            again. Without `lost`, the function only reads from the prefix.
+        takeover_error: Mirror's `takeover_error` argument if this run owns the prefix, or None. With
+            `takeover_error`, damaged checkpoints' manifests are deleted, so that the run ignores these
+            checkpoints and can write the same steps again. Without `takeover_error`, the function only reads
+            from the prefix.
 
     Returns:
         The step of the downloaded checkpoint, or None if S3 contains no newer checkpoint.
@@ -201,58 +219,57 @@ def fetch_newest(
 
     def delete_manifests(manifest_keys: list[str]) -> None:
         # Another run may have taken over the prefix during the download.
-        if manifest_keys and lost and not lost():
+        if manifest_keys and takeover_error and not takeover_error():
             store.delete(manifest_keys)
 
-    steps = sorted((step for step in committed(store) if step > newer_than), reverse=True)
-    damaged_manifests: list[str] = []
-    for step in steps:
+    newest_first = sorted((step for step in committed(store) if step > newer_than), reverse=True)
+    damaged_manifest_keys: list[str] = []
+    for step in newest_first:
         try:
-            fetch(store, step, parent, heartbeat)
-            delete_manifests(damaged_manifests)
+            fetch(store, step, parent_folder, heartbeat)
+            delete_manifests(damaged_manifest_keys)
             return step
         except (DamagedCheckpoint, WrongSize) as error:
             log.warning(f"warning: the checkpoint of step {step:,} is damaged: {error}")
-            damaged_manifests.append(f"checkpoints/{step_name(step)}/{MANIFEST_FILE}")
+            damaged_manifest_keys.append(f"checkpoints/{step_name(step)}/{MANIFEST_FILE}")
         except OSError as error:
             raise ValueError(
-                f"the checkpoint of step {step:,} can't be downloaded from {store.url} to {parent}:"
-                f" {error.strerror}"
+                f"the checkpoint of step {step:,} can't be downloaded"
+                f" from {store.url} to {parent_folder}: {error.strerror}"
             ) from None
-    if steps and newer_than < 0:
-        raise ValueError(f"none of the {len(steps)} checkpoints in {store.url} passes verification")
-    delete_manifests(damaged_manifests)
+    if newest_first and newer_than < 0:
+        raise ValueError(f"none of the {len(newest_first)} checkpoints in {store.url} passes verification")
+    delete_manifests(damaged_manifest_keys)
     return None
 
 
-def fetch(store: ObjectStore, step: int, parent: Path, heartbeat: Heartbeat) -> None:
-    """Download a checkpoint into a temporary folder in `parent`, verify its files, and rename the folder.
+def fetch(store: ObjectStore, step: int, parent_folder: Path, heartbeat: Heartbeat) -> None:
+    """Download a checkpoint to a temporary folder in `parent_folder`, verify it, and rename the folder.
 
     Raises:
         DamagedCheckpoint, WrongSize: If the checkpoint fails verification.
         OSError: If the checkpoint can't be written to disk.
     """
-    remote_folder, folder = f"checkpoints/{step_name(step)}", parent / step_name(step)
-    content, manifest = read_manifest(store, step)
-    temporary_folder = parent / f".{folder.name}.part"
+    remote_folder, folder = f"checkpoints/{step_name(step)}", parent_folder / step_name(step)
+    manifest_bytes, manifest = read_manifest(store, step)
+    temporary_folder = parent_folder / f".{folder.name}.part"
     discard(temporary_folder)
     temporary_folder.mkdir(parents=True)
     try:
-        size_mib = sum(entry["size"] for entry in manifest["files"].values()) / 2**20
+        size_mib = sum(file_entry["size"] for file_entry in manifest["files"].values()) / 2**20
         log.info(f"downloading the checkpoint of step {step:,} ({size_mib:,.1f} MiB) from {store.url}")
-        for name, entry in manifest["files"].items():
-            store.download(f"{remote_folder}/{name}", temporary_folder / name, entry["size"], heartbeat)
-            if sha256_of(temporary_folder / name, heartbeat) != entry["sha256"]:
-                raise DamagedCheckpoint(
-                    f"{store.url}/{remote_folder}/{name} does not match the SHA-256 in the manifest"
-                )
-            sync(temporary_folder / name)
-        (temporary_folder / MANIFEST_FILE).write_bytes(content)
+        for file_name, file_entry in manifest["files"].items():
+            key, file = f"{remote_folder}/{file_name}", temporary_folder / file_name
+            store.download(key, file, file_entry["size"], heartbeat)
+            if sha256_of(file, heartbeat) != file_entry["sha256"]:
+                raise DamagedCheckpoint(f"{store.url}/{key} does not match the SHA-256 in the manifest")
+            sync(file)
+        (temporary_folder / MANIFEST_FILE).write_bytes(manifest_bytes)
         sync(temporary_folder / MANIFEST_FILE)
         sync(temporary_folder)
         discard(folder)
         temporary_folder.rename(folder)
-        sync(parent)
+        sync(parent_folder)
     finally:
         shutil.rmtree(temporary_folder, ignore_errors=True)
 
@@ -264,8 +281,9 @@ def read_manifest(store: ObjectStore, step: int) -> tuple[bytes, dict[str, Any]]
         DamagedCheckpoint: If the manifest is missing or invalid.
     """
     remote_folder = f"checkpoints/{step_name(step)}"
-    content = store.read(f"{remote_folder}/{MANIFEST_FILE}", JSON_LIMIT_BYTES) or b""
-    return content, checkpoints.check_manifest(content, f"{store.url}/{remote_folder}")
+    manifest_bytes = store.read(f"{remote_folder}/{MANIFEST_FILE}", JSON_LIMIT_BYTES) or b""
+    manifest = checkpoints.parse_checkpoint_manifest(manifest_bytes, f"{store.url}/{remote_folder}")
+    return manifest_bytes, manifest
 
 
 def fetch_log(store: ObjectStore, folder: Path) -> None:
@@ -275,21 +293,28 @@ def fetch_log(store: ObjectStore, folder: Path) -> None:
     interrupted download. A local file is kept if it begins with the content of the file in the bucket.
     Otherwise, the bucket's file replaces it.
     """
-    telemetry = [key for key in store.list("telemetry-") if fnmatch(key, TELEMETRY_GLOB) and "/" not in key]
-    for name in ("recipe.json", "starts.jsonl", "metrics.jsonl", "confusion.json", *telemetry):
-        file = folder / name
-        content = store.read(name, LOG_LIMIT_BYTES)
-        if content and not (file.exists() and read_regular(file).startswith(content)):
-            write_bytes(file, content)
+    keys = ["recipe.json", "starts.jsonl", "metrics.jsonl", "confusion.json"]
+    keys += [key for key in store.list("telemetry-") if fnmatch(key, TELEMETRY_GLOB) and "/" not in key]
+    for key in keys:
+        local_file = folder / key
+        remote_content = store.read(key, LOG_LIMIT_BYTES)
+        if not remote_content:
+            continue
+        is_up_to_date = local_file.exists() and read_regular(local_file).startswith(remote_content)
+        if not is_up_to_date:
+            write_bytes(local_file, remote_content)
 
 
 def committed(store: ObjectStore) -> set[int]:
     """Return the steps of all committed checkpoints in the store. A committed checkpoint has a manifest."""
-    keys = store.list("checkpoints/step_")
-    steps = {_step_in_key(key) for key in keys if key.endswith(f"/{MANIFEST_FILE}")}
-    return {step for step in steps if step is not None}
+    keys = store.list(CHECKPOINT_KEY_PREFIX)
+    steps_or_none = {_step_in_key(key) for key in keys if key.endswith(f"/{MANIFEST_FILE}")}
+    return {step for step in steps_or_none if step is not None}
 
 
 def _step_in_key(key: str) -> int | None:
     key_parts = key.split("/")
-    return step_of(key_parts[1]) if len(key_parts) == 3 else None
+    if len(key_parts) != 3:  # the key does not have the form checkpoints/<name>/<file>
+        return None
+    _, checkpoint_name, _ = key_parts
+    return step_from_name(checkpoint_name)

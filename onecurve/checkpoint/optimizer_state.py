@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from onecurve.checkpoint import format as checkpoints
-from onecurve.checkpoint.format import Checkpoint, OptimizerScalars, TensorFile
-from onecurve.checkpoint.optimizer_trial import try_out
+from onecurve.checkpoint.format import Checkpoint, OptimizerScalars, TensorFile, parameter_of
+from onecurve.checkpoint.optimizer_trial import run_optimizer_trial
 from onecurve.checkpoint.snapshot import Specs
 from onecurve.distributed.layout import Layout, group_settings
 
 # (name, shape, dtype) -> tensor from the main process
-SendTensor = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
+BroadcastFromMain = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
 
 
 class OptimizerState:
@@ -38,74 +38,64 @@ class OptimizerState:
     """
 
     def __init__(self, layout: Layout, needs_bitwise: bool):
-        self.layout, self.trial = layout, try_out(layout, needs_bitwise)
+        self.layout, self.trial = layout, run_optimizer_trial(layout, needs_bitwise)
 
-    def about(self) -> dict[str, Any]:
+    def manifest_entry(self) -> dict[str, Any]:
         """Return the optimizer's class and the names of its state tensors and scalars, for the manifest."""
-        return {"class": self.trial.name, "state": self.trial.state_names()}
+        return {"class": self.trial.class_name, "state": self.trial.state_names()}
 
     # --- Save
 
-    def expected(self) -> Specs:
+    def expected_specs(self) -> Specs:
         """Return the dtype and shape of each state tensor shaped like its parameter.
 
         State tensors shaped like their parameter are known before the optimizer's first step.
         """
         shapes = self.layout.shapes()
         return {
-            f"{parameter}/{name}": (dtype, shapes[parameter])
-            for parameter, state in self.trial.shaped.items()
-            for name, dtype in state.items()
+            f"{parameter}/{state_name}": (dtype, shapes[parameter])
+            for parameter, dtype_by_state_name in self.trial.shaped_dtypes.items()
+            for state_name, dtype in dtype_by_state_name.items()
         }
 
-    def tensors(self) -> tuple[Specs, Iterator[tuple[str, Tensor]]]:
+    def specs_and_pieces(self) -> tuple[Specs, Iterator[tuple[str, Tensor]]]:
         """Return each full state tensor's dtype and shape, and an iterator over (name, this rank's piece).
 
         This method is collective only if a DTensor's shape differs from its parameter's shape.
         """
-        shapes, shaped = self.layout.shapes(), self.layout.shaped_state()
-        unshaped = {
-            f"{parameter}/{name}": value
+        shapes, shaped_state = self.layout.shapes(), self.layout.shaped_state()
+        unshaped_tensors = {
+            f"{parameter}/{state_name}": value
             for parameter, state in self.layout.other_state().items()
-            for name, value in state.items()
+            for state_name, value in state.items()
             if _is_array(value)
         }
-        specs = {
-            f"{parameter}/{name}": (local.dtype, shapes[parameter])
-            for name, local_tensors in shaped.items()
-            for local, members in zip(local_tensors, self.layout.members(), strict=True)
-            if local is not None
-            for parameter in members
-        }
-        specs |= {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in unshaped.items()}
-        return specs, chain(
-            (
-                (f"{parameter}/{name}", piece)
-                for name, local_tensors in shaped.items()
-                for parameter, piece in self.layout.views(local_tensors)
-            ),
-            unshaped.items(),
+        specs: Specs = {}
+        for state_name, local_tensors in shaped_state.items():
+            for local_tensor, members in zip(local_tensors, self.layout.members(), strict=True):
+                if local_tensor is not None:
+                    for parameter in members:
+                        specs[f"{parameter}/{state_name}"] = local_tensor.dtype, shapes[parameter]
+        for full_name, tensor in unshaped_tensors.items():
+            specs[full_name] = tensor.dtype, tuple(tensor.shape)
+        shaped_pieces = (
+            (f"{parameter}/{state_name}", piece)
+            for state_name, local_tensors in shaped_state.items()
+            for parameter, piece in self.layout.views(local_tensors)
         )
+        return specs, chain(shaped_pieces, unshaped_tensors.items())
 
     def scalars(self) -> OptimizerScalars:
         """Return each parameter's scalars and the changed parameter group settings, for state.json.
 
         This method is collective.
         """
-        states, groups = self.layout.other_state(), self.layout.changed_groups()
-        return {
-            "scalars": {
-                parameter: {
-                    name: checkpoints.encode_value(value)
-                    for name, value in state.items()
-                    if not _is_array(value)
-                }
-                for parameter, state in states.items()
-            },
-            "groups": [
-                {name: checkpoints.encode_value(value) for name, value in group.items()} for group in groups
-            ],
-        }
+        scalars_by_parameter: dict[str, dict[str, Any]] = {}
+        for parameter, state in self.layout.other_state().items():
+            scalars = {name: value for name, value in state.items() if not _is_array(value)}
+            scalars_by_parameter[parameter] = _all_to_json(scalars)
+        changed_groups = [_all_to_json(settings) for settings in self.layout.changed_groups()]
+        return {"scalars": scalars_by_parameter, "groups": changed_groups}
 
     # --- Restore
 
@@ -120,110 +110,123 @@ class OptimizerState:
             reordered: Names of the parameters whose rows have a different order in this run.
         """
         folder, shapes = checkpoint.folder, self.layout.shapes()
-        specs = TensorFile(folder / checkpoints.OPTIMIZER_FILE).specs()
-        saved, current = checkpoint.manifest.get("optimizer"), self.about()
-        if not isinstance(saved, dict):
+        stored_specs = TensorFile(folder / checkpoints.OPTIMIZER_FILE).specs()
+        saved_optimizer, current_optimizer = checkpoint.manifest.get("optimizer"), self.manifest_entry()
+        if not isinstance(saved_optimizer, dict):
             raise ValueError(
                 f"{folder / checkpoints.MANIFEST_FILE} does not describe the checkpoint's optimizer"
             )
-        comparable_keys = [key for key in current if saved.get(key) is not None and current[key] is not None]
-        if any(saved[key] != current[key] for key in comparable_keys):
-            raise ValueError(
-                f"{folder} contains the state of {_describe_optimizer(saved)}, but this run's optimizer is"
-                f" {_describe_optimizer(current)}"
-            )
-        scalars, groups = state["optimizer"]["scalars"], state["optimizer"]["groups"]
-        parameters = scalars.keys() | {name.rpartition("/")[0] for name in specs}
-        if unknown := parameters - shapes.keys():
-            raise ValueError(
-                f"{folder} contains optimizer state for the parameter {min(unknown)!r}, which this model does"
-                " not train"
-            )
-        for name, dtype_and_shape in self.expected().items():
-            if name in specs and specs[name] != dtype_and_shape:
+        for key, current_value in current_optimizer.items():
+            saved_value = saved_optimizer.get(key)
+            if None not in (saved_value, current_value) and saved_value != current_value:
                 raise ValueError(
-                    f"the optimizer state {name} in {folder} has a different shape or dtype than in this run"
+                    f"{folder} contains the state of {_describe_optimizer(saved_optimizer)},"
+                    f" but this run's optimizer is {_describe_optimizer(current_optimizer)}"
                 )
-        for name, (_, shape) in specs.items():
-            parameter = name.rpartition("/")[0]
-            if parameter in reordered and shape != shapes[parameter] and math.prod(shape) > 1:
+        saved_scalars, saved_groups = state["optimizer"]["scalars"], state["optimizer"]["groups"]
+        saved_parameters = saved_scalars.keys() | {parameter_of(full_name) for full_name in stored_specs}
+        if unknown_parameters := saved_parameters - shapes.keys():
+            raise ValueError(
+                f"{folder} contains optimizer state for the parameter {min(unknown_parameters)!r},"
+                " which this model does not train"
+            )
+        for full_name, dtype_and_shape in self.expected_specs().items():
+            if full_name in stored_specs and stored_specs[full_name] != dtype_and_shape:
                 raise ValueError(
-                    f"the optimizer state {name} in {folder} can't be reordered to match the data's class"
-                    " order"
+                    f"the optimizer state {full_name} in {folder}"
+                    " has a different shape or dtype than in this run"
+                )
+        for full_name, (_, stored_shape) in stored_specs.items():
+            parameter = parameter_of(full_name)
+            is_reorderable = stored_shape == shapes[parameter] or math.prod(stored_shape) <= 1
+            if parameter in reordered and not is_reorderable:
+                raise ValueError(
+                    f"the optimizer state {full_name} in {folder}"
+                    " can't be reordered to match the data's class order"
                 )
         group_count = len(self.layout.initial_settings)
-        if any(groups) and len(groups) != group_count:
+        if any(saved_groups) and len(saved_groups) != group_count:
             raise ValueError(
-                f"{folder} contains the state of {len(groups)} parameter groups, but this run's optimizer has"
-                f" {group_count} parameter groups"
+                f"{folder} contains the state of {len(saved_groups)} parameter groups,"
+                f" but this run's optimizer has {group_count} parameter groups"
             )
         for members in self.layout.members():
-            saved_scalars = [scalars[name] for name in members if scalars.get(name)]
-            if any(parameter_scalars != saved_scalars[0] for parameter_scalars in saved_scalars):
+            member_scalars = [saved_scalars[name] for name in members if saved_scalars.get(name)]
+            if any(scalars != member_scalars[0] for scalars in member_scalars):
                 raise ValueError(
-                    f"the optimizer state in {folder} contains different scalars, such as step counts, for"
-                    " parameters in the same group. ZeRO stores each scalar only once per group"
+                    f"the optimizer state in {folder} contains different scalars, such as step counts,"
+                    " for parameters in the same group. ZeRO stores each scalar only once per group"
                 )
 
-    def restore(self, specs: Specs, state: dict[str, Any], send_tensor: SendTensor) -> None:
+    def restore(self, specs: Specs, state: dict[str, Any], broadcast_from_main: BroadcastFromMain) -> None:
         """Restore the optimizer's state on all ranks. This method is collective.
 
         Args:
             specs: Dtypes and shapes of the tensors in optimizer.safetensors.
             state: Scalars from the checkpoint's state.json, as returned by TrainingState.scalars().
-            send_tensor: Function that broadcasts a tensor from the main process.
+            broadcast_from_main: Function that broadcasts a tensor from the main process.
         """
         layout, shapes = self.layout, self.layout.shapes()
         shaped_dtypes: dict[str, dict[str, torch.dtype]] = {}  # state name -> parameter name -> dtype
         for full_name, (dtype, shape) in sorted(specs.items()):
-            parameter, _, name = full_name.rpartition("/")
+            parameter, _, state_name = full_name.rpartition("/")
             if shape == shapes[parameter]:
-                shaped_dtypes.setdefault(name, {})[parameter] = dtype
+                shaped_dtypes.setdefault(state_name, {})[parameter] = dtype
             else:
-                self._put_state(parameter, name, send_tensor(full_name, shape, dtype))
-        for name, dtypes in shaped_dtypes.items():
-            local_tensors = layout.make_state(name, dtypes)
+                self._put_state(parameter, state_name, broadcast_from_main(full_name, shape, dtype))
+        for state_name, dtype_by_parameter in shaped_dtypes.items():
+            local_tensors = layout.make_state(state_name, dtype_by_parameter)
 
-            def receive(parameter: str, name: str = name) -> Tensor:
-                dtype, shape = specs[f"{parameter}/{name}"]
-                return send_tensor(f"{parameter}/{name}", shape, dtype)
+            def receive(parameter: str, state_name: str = state_name) -> Tensor:
+                dtype, shape = specs[f"{parameter}/{state_name}"]
+                return broadcast_from_main(f"{parameter}/{state_name}", shape, dtype)
 
-            pieces = ((member, piece) for member, piece in layout.views(local_tensors) if member in dtypes)
-            layout.fill(pieces, receive)
-        for parameter, values in state["optimizer"]["scalars"].items():
-            for name, value in values.items():
-                self._put_state(parameter, name, checkpoints.decode_value(value))
-        groups = state["optimizer"]["groups"]
-        for group, saved_settings, trial_settings in zip(
-            layout.script_optimizer.param_groups, groups, self.trial.groups, strict=False
+            local_pieces = (
+                (parameter, piece)
+                for parameter, piece in layout.views(local_tensors)
+                if parameter in dtype_by_parameter
+            )
+            layout.fill(local_pieces, receive)
+        for parameter, saved_scalars in state["optimizer"]["scalars"].items():
+            for state_name, json_value in saved_scalars.items():
+                self._put_state(parameter, state_name, checkpoints.scalar_from_json(json_value))
+        param_groups, saved_groups = layout.script_optimizer.param_groups, state["optimizer"]["groups"]
+        for param_group, saved_settings, trial_settings in zip(
+            param_groups, saved_groups, self.trial.changed_groups, strict=False
         ):
-            for name, encoded in group_settings(saved_settings).items():
-                group[name] = _place_like(checkpoints.decode_value(encoded), trial_settings.get(name))
+            for setting_name, json_value in group_settings(saved_settings).items():
+                setting = checkpoints.scalar_from_json(json_value)
+                param_group[setting_name] = _place_like(setting, trial_settings.get(setting_name))
 
-    def _put_state(self, parameter: str, name: str, value: Any) -> None:
-        example = self.trial.states.get(parameter, {}).get(name)
-        self.layout.put_state(parameter, name, _place_like(value, example))
+    def _put_state(self, parameter: str, state_name: str, value: Any) -> None:
+        trial_value = self.trial.state_by_parameter.get(parameter, {}).get(state_name)
+        self.layout.put_state(parameter, state_name, _place_like(value, trial_value))
 
 
-def _place_like(value: Any, example: Any) -> Any:
-    """Move the value to the device of the trial's example, or shard it like the example.
+def _place_like(value: Any, trial_value: Any) -> Any:
+    """Move the value to the device of the trial's value, or shard it like the trial's value.
 
-    Without an example, the value stays on the CPU.
+    If the trial's value is not a tensor, the value stays on the CPU.
     """
-    if not isinstance(value, Tensor) or not isinstance(example, Tensor):
+    if not isinstance(value, Tensor) or not isinstance(trial_value, Tensor):
         return value
-    if hasattr(example, "placements"):
+    if hasattr(trial_value, "placements"):
         from torch.distributed.tensor import DTensor, distribute_tensor
 
-        assert isinstance(example, DTensor)
-        return distribute_tensor(value, example.device_mesh, example.placements, src_data_rank=None)
-    return value.to(example.device)
+        assert isinstance(trial_value, DTensor)
+        return distribute_tensor(value, trial_value.device_mesh, trial_value.placements, src_data_rank=None)
+    return value.to(trial_value.device)
+
+
+def _all_to_json(scalars: dict[str, Any]) -> dict[str, Any]:
+    return {name: checkpoints.scalar_to_json(scalar) for name, scalar in scalars.items()}
 
 
 def _is_array(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
 
 
-def _describe_optimizer(optimizer: dict[str, Any]) -> str:
-    state = ", ".join(map(str, optimizer.get("state") or ["none"]))
-    return f"{optimizer.get('class') or 'an optimizer'} ({state})"
+def _describe_optimizer(manifest_entry: dict[str, Any]) -> str:
+    class_name = manifest_entry.get("class") or "an optimizer"
+    state_names = ", ".join(map(str, manifest_entry.get("state") or ["none"]))
+    return f"{class_name} ({state_names})"

@@ -1,5 +1,6 @@
 """Downloads timm models from the Hugging Face Hub, and reads the config.json stored with their weights."""
 
+import contextlib
 import dataclasses
 from collections import Counter
 from dataclasses import dataclass
@@ -15,47 +16,49 @@ from onecurve.system.text import printable
 
 CONFIG_FILE = "config.json"
 # Image preprocessing keys in timm's config.json
-DATA_KEYS = ("input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std")
-EDGES = ("img_size", "patch_size")
+PREPROCESSING_KEYS = ("input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std")
+EDGE_LENGTH_ARGUMENTS = {"img_size", "patch_size"}  # model arguments in pixels
 # Model arguments set by train_vit.py's flags, or not needed for evaluation
-KNOWN_ARGUMENTS = {"in_chans", "num_classes", "global_pool", "img_size", "patch_size", "depth"}
-KNOWN_ARGUMENTS |= {"drop_rate", "drop_path_rate"}
+KNOWN_MODEL_ARGUMENTS = EDGE_LENGTH_ARGUMENTS | {"in_chans", "num_classes", "global_pool", "depth"}
+KNOWN_MODEL_ARGUMENTS |= {"drop_rate", "drop_path_rate"}
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedModel:
     """Description of a timm model in a folder: architecture, classes and data configuration."""
 
     architecture: str
-    classes: int  # number of classes
-    data: dict[str, Any]  # values of DATA_KEYS in config.json
-    arguments: dict[str, Any]  # model arguments in config.json
+    class_count: int
+    preprocessing_settings: dict[str, Any]  # values of PREPROCESSING_KEYS in config.json
+    model_arguments: dict[str, Any]  # model arguments in config.json
     label_names: list[str] | None = None
-    test_size: int | None = None  # second image size for which the authors also report an accuracy
+    test_image_size: int | None = None  # second image size for which the authors also report an accuracy
     test_crop_pct: float | None = None  # crop_pct for the second image size
 
     @property
     def image_size(self) -> int:
-        return _edge_length(self.data["input_size"])
+        return _edge_length(self.preprocessing_settings["input_size"])
 
     def preprocessing(self) -> dict[str, Any]:
         """Return the model's preprocessing record, with timm's defaults for missing settings."""
         from timm.data import resolve_data_config
 
-        return data_config(resolve_data_config(pretrained_cfg=self.data)).to_json()
+        timm_data_config = resolve_data_config(pretrained_cfg=self.preprocessing_settings)
+        return data_config(timm_data_config).to_json()
 
-    def note(self) -> str:
+    def second_size_note(self) -> str:
         """Return a note about the second image size, or an empty string if the model has only one.
 
         timm's validate.py uses the second image size by default.
         """
-        if self.test_size is None:
+        if self.test_image_size is None:
             return ""
-        crop = f" --crop_pct {self.test_crop_pct:g}" if self.test_crop_pct else ""
-        return f"The model's authors also report the accuracy for --image_size {self.test_size}{crop}."
+        crop_flag = f" --crop_pct {self.test_crop_pct:g}" if self.test_crop_pct else ""
+        size_flag = f"--image_size {self.test_image_size}"
+        return f"The model's authors also report the accuracy for {size_flag}{crop_flag}."
 
 
-def read_published(folder: Path) -> Published | None:
+def read_published(folder: Path) -> PublishedModel | None:
     """Return the timm model that a folder's config.json describes, or None without such a description.
 
     Raises:
@@ -63,54 +66,59 @@ def read_published(folder: Path) -> Published | None:
     """
     import timm
 
-    file = folder / CONFIG_FILE
-    if not file.is_file():
+    config_file = folder / CONFIG_FILE
+    if not config_file.is_file():
         return None
-    content = read_json(file)
-    config = content.get("pretrained_cfg", content)  # older files store these settings at the top level
-    if not timm.is_model(str(content.get("architecture"))):
+    model_config = read_json(config_file)
+    # Older files store the pretrained settings at the top level
+    pretrained_config = model_config.get("pretrained_cfg", model_config)
+    if not timm.is_model(str(model_config.get("architecture"))):
         return None
     try:
-        return _published_from_config(content, config)
+        return _parse_config(model_config, pretrained_config)
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} does not describe a timm model: {error}") from None
+        raise ValueError(f"{config_file} does not describe a timm model: {error}") from None
 
 
-def _published_from_config(content: dict[str, Any], config: dict[str, Any]) -> Published:
-    arguments = content.get("model_args") or {}
-    label_names = content.get("label_names") or config.get("label_names")
-    test_size = config.get("test_input_size")
-    data = {name: config[name] for name in DATA_KEYS if config.get(name) is not None}
-    arguments = {name: _edge_length(value) if name in EDGES else value for name, value in arguments.items()}
-    if edge_pixels := arguments.get("img_size"):
-        data["input_size"] = (3, edge_pixels, edge_pixels)
-    return Published(
-        content["architecture"],
-        int(content.get("num_classes", config.get("num_classes", 0))),
-        {"input_size": (3, 224, 224)} | data,
-        arguments,
-        list(map(printable, label_names)) if isinstance(label_names, list) else None,
-        _edge_length(test_size) if test_size else None,
-        config.get("test_crop_pct"),
+def _parse_config(model_config: dict[str, Any], pretrained_config: dict[str, Any]) -> PublishedModel:
+    label_names = model_config.get("label_names") or pretrained_config.get("label_names")
+    test_input_size = pretrained_config.get("test_input_size")
+    preprocessing_settings = {"input_size": (3, 224, 224)} | {
+        key: pretrained_config[key] for key in PREPROCESSING_KEYS if pretrained_config.get(key) is not None
+    }
+    model_arguments = dict(model_config.get("model_args") or {})
+    for edge_argument in EDGE_LENGTH_ARGUMENTS & model_arguments.keys():
+        model_arguments[edge_argument] = _edge_length(model_arguments[edge_argument])
+    if edge_pixels := model_arguments.get("img_size"):
+        preprocessing_settings["input_size"] = (3, edge_pixels, edge_pixels)
+    return PublishedModel(
+        architecture=model_config["architecture"],
+        class_count=int(model_config.get("num_classes", pretrained_config.get("num_classes", 0))),
+        preprocessing_settings=preprocessing_settings,
+        model_arguments=model_arguments,
+        label_names=list(map(printable, label_names)) if isinstance(label_names, list) else None,
+        test_image_size=_edge_length(test_input_size) if test_input_size else None,
+        test_crop_pct=pretrained_config.get("test_crop_pct"),
     )
 
 
-def _edge_length(size: Any) -> int:
+def _edge_length(size_or_shape: Any) -> int:
     """Return the edge length of a square image, given as a number or a shape in config.json."""
-    return int(size[-1] if isinstance(size, (list, tuple)) else size)
+    return int(size_or_shape[-1] if isinstance(size_or_shape, (list, tuple)) else size_or_shape)
 
 
-def of_name(name: str) -> Published:
+def published_from_name(name: str) -> PublishedModel:
     """Return the description of the timm weights with this name.
 
     Raises:
         ValueError: If timm does not recognize the model name or the weight tag.
     """
-    config = dataclasses.asdict(registered_config(name))
-    return _published_from_config({"architecture": name, "num_classes": config["num_classes"]}, config)
+    pretrained_config = dataclasses.asdict(registered_config(name))
+    model_config = {"architecture": name, "num_classes": pretrained_config["num_classes"]}
+    return _parse_config(model_config, pretrained_config)
 
 
-def class_names(published: Published) -> list[tuple[str, ...]] | None:
+def class_names(published: PublishedModel) -> list[tuple[str, ...]] | None:
     """Return each class's names: the displayed name, followed by alternative names used by data sets.
 
     The names come from config.json, or from timm's list of ImageNet synsets with the same number of classes.
@@ -118,35 +126,61 @@ def class_names(published: Published) -> list[tuple[str, ...]] | None:
     """
     from timm.data import ImageNetInfo, infer_imagenet_subset
 
-    if (names := published.label_names) and len(names) == published.classes:
-        known = _synset_descriptions(ImageNetInfo("imagenet-22k"))
-        return _with_descriptions(names, known) if known.keys() >= {*names} else [(name,) for name in names]
-    subset = infer_imagenet_subset({"num_classes": published.classes})
-    if subset is None:
+    label_names = published.label_names
+    if label_names and len(label_names) == published.class_count:
+        known_descriptions = _synset_descriptions(ImageNetInfo("imagenet-22k"))
+        if known_descriptions.keys() >= {*label_names}:
+            return _add_descriptions(label_names, known_descriptions)
+        return [(label_name,) for label_name in label_names]
+    subset_name = infer_imagenet_subset({"num_classes": published.class_count})
+    if subset_name is None:
         return None
-    imagenet_info = ImageNetInfo(subset)
-    return _with_descriptions(imagenet_info.label_names(), _synset_descriptions(imagenet_info))
+    imagenet_info = ImageNetInfo(subset_name)
+    return _add_descriptions(imagenet_info.label_names(), _synset_descriptions(imagenet_info))
 
 
-def _synset_descriptions(info: Any) -> dict[str, str]:
-    return info.label_descriptions(as_dict=True)
+def stored_class_names(weight_file: Path) -> list[list[str]] | None:
+    """Return all names of each class from the config.json in a weight file's folder.
+
+    export.py and timm write class names into config.json. For a timm model without class names, the function
+    returns ImageNet's.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        if published := read_published(weight_file.parent):
+            return class_name_lists(published)
+        label_names = read_json(weight_file.with_name(CONFIG_FILE)).get("label_names")
+        if isinstance(label_names, list) and all(isinstance(name, str) for name in label_names):
+            return [[printable(name)] for name in label_names]
+    return None
 
 
-def _with_descriptions(synsets: list[str], descriptions: dict[str, str]) -> list[tuple[str, ...]]:
+def class_name_lists(published: PublishedModel) -> list[list[str]] | None:
+    """Return class_names() as lists, as TrainedModel stores the names."""
+    names_by_class = class_names(published)
+    return None if names_by_class is None else [list(names) for names in names_by_class]
+
+
+def _synset_descriptions(imagenet_info: Any) -> dict[str, str]:
+    return imagenet_info.label_descriptions(as_dict=True)
+
+
+def _add_descriptions(synsets: list[str], descriptions: dict[str, str]) -> list[tuple[str, ...]]:
     """Return each class's displayed name, synset, description, and first name in the description.
 
     If several classes share a description, their displayed names also include the synset.
     """
-    counts = Counter(descriptions[synset] for synset in synsets)
+    description_counts = Counter(descriptions[synset] for synset in synsets)
     names_by_class: list[tuple[str, ...]] = []
     for synset in synsets:
         description = descriptions[synset]
-        displayed = description if counts[description] == 1 else f"{description} ({synset})"
-        names_by_class.append((displayed, synset, description, description.partition(",")[0]))
+        is_unique = description_counts[description] == 1
+        displayed_name = description if is_unique else f"{description} ({synset})"
+        first_name, _, _ = description.partition(",")
+        names_by_class.append((displayed_name, synset, description, first_name))
     return names_by_class
 
 
-def download(name: str) -> Path:
+def download(model_name: str) -> Path:
     """Download a timm model's config.json and weights from the Hugging Face Hub, and return the folder.
 
     Raises:
@@ -154,17 +188,18 @@ def download(name: str) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    config = registered_config(name)
-    if not config.hf_hub_id:
+    hub_id = registered_config(model_name).hf_hub_id
+    if not hub_id:
         raise ValueError(
-            f"timm provides no weights for {name} on the hub. Pass the path of a weight file or folder."
+            f"timm provides no weights for {model_name} on the hub. Pass the path of a weight file or folder."
         )
     problem = hub_problem()
     try:
-        return Path(snapshot_download(config.hf_hub_id, allow_patterns=[CONFIG_FILE, MODEL_FILE]))
+        return Path(snapshot_download(hub_id, allow_patterns=[CONFIG_FILE, MODEL_FILE]))
     except OSError as error:
-        command = f"hf download {config.hf_hub_id} {CONFIG_FILE} {MODEL_FILE} --local-dir DIR"
+        download_command = f"hf download {hub_id} {CONFIG_FILE} {MODEL_FILE} --local-dir DIR"
         raise ValueError(
-            f"the hub can't be reached ({problem or error}). Run `{command}` on a machine with internet"
-            " access, copy the folder DIR to this machine, and pass DIR as the model."
+            f"the hub can't be reached ({problem or error})."
+            f" Run `{download_command}` on a machine with internet access,"
+            " copy the folder DIR to this machine, and pass DIR as the model."
         ) from None

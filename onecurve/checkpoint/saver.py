@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from onecurve.checkpoint import format as checkpoints
 from onecurve.checkpoint.format import step_name, steps_in, steps_to_keep
-from onecurve.checkpoint.gather import NotGathered
+from onecurve.checkpoint.gather import GatherError
 from onecurve.checkpoint.snapshot import Snapshot
 from onecurve.checkpoint.training import TrainingState
 from onecurve.system.files import free_space, own_files, sync
@@ -22,7 +22,16 @@ if TYPE_CHECKING:  # imported at runtime only with --s3
 
 # Seconds to wait after a failed gather. If a rank died, onecurve/distributed/watch.py ends the job within
 # this time and reports the original cause.
-FIRST_CAUSE_S = 3.0
+CAUSE_REPORT_DELAY_S = 3.0
+
+
+class HeldCheckpoint(NamedTuple):
+    """Checkpoint in memory, with the arguments of Saver._write_checkpoint()."""
+
+    step: int
+    snapshots: dict[str, Snapshot]
+    state: dict[str, Any]
+    best_step: int | None
 
 
 class Saver:
@@ -39,8 +48,9 @@ class Saver:
             checkpoints and the best checkpoint.
         mirror: Mirror that uploads the checkpoints, or None.
         committed: Step of the newest checkpoint on disk, or None.
-        lost: Function that returns None until another run takes over the folder, and an error message
-            afterwards. Once the function returns an error message, the saver writes no more checkpoints.
+        takeover_error: Function that returns None until another run takes over the folder, and an error
+            message afterwards. Once the function returns an error message, the saver writes no more
+            checkpoints.
     """
 
     def __init__(
@@ -51,16 +61,16 @@ class Saver:
         keep_every: int | None = None,
         mirror: "Mirror | None" = None,
         committed: int | None = None,
-        lost: Callable[[], str | None] = lambda: None,
+        takeover_error: Callable[[], str | None] = lambda: None,
     ):
         self.training, self.folder, self.keep_every = training, folder, keep_every
-        self.about, self.mirror = about, mirror
-        self.executor = futures.ThreadPoolExecutor(1, initializer=lower_priority)
-        self.pending = [self.executor.submit(training.allocate, training.expected())]
+        self.manifest_entries, self.mirror = about, mirror
+        self.executor = futures.ThreadPoolExecutor(max_workers=1, initializer=lower_priority)
+        self.pending_futures = [self.executor.submit(training.allocate, training.expected())]
         self.gathered_step: int | None = None  # step of the latest complete snapshots
-        self.held_checkpoint: tuple[int, dict[str, Snapshot], dict[str, Any], int | None] | None = None
-        self.written_at = -math.inf  # time.monotonic() at the start of this process's last write
-        self.committed, self.lost = committed, lost
+        self.held_checkpoint: HeldCheckpoint | None = None
+        self.last_write_began_at = -math.inf  # time.monotonic() at the start of this process's last write
+        self.committed, self.takeover_error = committed, takeover_error
         self.problem: str | None = None  # error message of the first failed save
 
     def save(self, step: int, state: dict[str, Any], best: int | None, hold: bool = False) -> None:
@@ -78,92 +88,93 @@ class Saver:
         self.wait()
         self.held_checkpoint = None
         snapshots = self.training.take()
-        self.pending.append(self.executor.submit(self._gather_snapshots, step))
+        self.pending_futures.append(self.executor.submit(self._gather_snapshots, step))
         if self.folder:
-            self.held_checkpoint = (step, snapshots, state, best)
+            self.held_checkpoint = HeldCheckpoint(step, snapshots, state, best)
             if not hold:
                 self.write_held()
 
     def write_held(self, after_s: float = 0.0) -> None:
         """Start writing the held snapshot unless the last write began less than after_s seconds ago."""
         if self.held_checkpoint and not self.problem and self.since_write_s() >= after_s:
-            self.pending.append(self.executor.submit(self._write_checkpoint, *self.held_checkpoint))
+            self.pending_futures.append(self.executor.submit(self._write_checkpoint, *self.held_checkpoint))
             self.held_checkpoint = None
-            self.written_at = time.monotonic()
+            self.last_write_began_at = time.monotonic()
 
     def since_write_s(self) -> float:
         """Return the seconds since the last write began, or infinity before this process's first write."""
-        return time.monotonic() - self.written_at
+        return time.monotonic() - self.last_write_began_at
 
     def wait(self, heartbeat: Callable[[], None] = lambda: None) -> None:
         """Wait until the current save is on disk or has failed, and call heartbeat() meanwhile."""
-        while not self.done(0.2):
+        while not self.done(wait_s=0.2):
             heartbeat()
 
     def done(self, wait_s: float) -> bool:
         """Wait up to wait_s seconds for the current save. Return False if the save is still in progress."""
-        self.training.gathering.hurry.set()
-        if not futures.wait(self.pending, wait_s).not_done:
-            finished, self.pending = self.pending, []
-            for future in finished:
-                future.result()  # re-raise an unexpected error
-        return not self.pending
+        self.training.gatherer.pauses_disabled.set()
+        _, unfinished_futures = futures.wait(self.pending_futures, wait_s)
+        if not unfinished_futures:
+            finished_futures, self.pending_futures = self.pending_futures, []
+            for finished_future in finished_futures:
+                finished_future.result()  # re-raise an unexpected error
+        return not self.pending_futures
 
     def _gather_snapshots(self, step: int) -> None:
         try:
             self.training.gather()
             self.gathered_step = step
-        except NotGathered as error:
-            time.sleep(FIRST_CAUSE_S)
+        except GatherError as error:
+            time.sleep(CAUSE_REPORT_DELAY_S)
             self._record_failure(step, f"gathered: {error}", "Run the same command again to resume training")
 
     def _write_checkpoint(
-        self, step: int, snapshots: dict[str, Snapshot], state: dict[str, Any], best: int | None
+        self, step: int, snapshots: dict[str, Snapshot], state: dict[str, Any], best_step: int | None
     ) -> None:
         assert self.folder, "only the main process writes checkpoints"
-        parent = self.folder / "checkpoints"
+        checkpoints_folder = self.folder / "checkpoints"
         try:
             if self.gathered_step != step:
                 return
-            for metrics in own_files(self.folder, "metrics.jsonl"):
-                sync(metrics)  # the log on disk must never be older than the checkpoint
-            if self.lost():
+            for metrics_file in own_files(self.folder, "metrics.jsonl"):
+                sync(metrics_file)  # the log on disk must never be older than the checkpoint
+            if self.takeover_error():
                 return
-            if os.path.lexists(parent / step_name(step)):
-                checkpoints.remove_checkpoint(parent / step_name(step))
-            checkpoints.commit(parent, step, snapshots, state, self.about)
+            if os.path.lexists(checkpoints_folder / step_name(step)):
+                checkpoints.remove_checkpoint(checkpoints_folder / step_name(step))
+            checkpoints.commit(checkpoints_folder, step, snapshots, state, self.manifest_entries)
             self.committed = step
-            if self.lost():  # another run took over the folder during the write
+            if self.takeover_error():  # another run took over the folder during the write
                 return
-            checkpoints.write_step_index(parent, step, best)
+            checkpoints.write_step_index(checkpoints_folder, step, best_step)
             steps_to_upload = set()
             if self.mirror:
-                self.mirror.offer(step, best)
+                self.mirror.offer(step, best_step)
                 steps_to_upload = self.mirror.needs()
-            steps = {saved_step for saved_step in steps_in(parent) if saved_step <= step}
-            for old_step in steps - steps_to_keep(steps, best, self.keep_every) - steps_to_upload:
-                _try_to_remove(parent / step_name(old_step))
+            saved_steps = {saved_step for saved_step in steps_in(checkpoints_folder) if saved_step <= step}
+            kept_steps = steps_to_keep(saved_steps, best_step, self.keep_every)
+            for old_step in saved_steps - kept_steps - steps_to_upload:
+                _try_to_remove_checkpoint(checkpoints_folder / step_name(old_step))
         except OSError as error:
+            error_text, disk_text = error.strerror or error, free_space(self.folder, error)
             self._record_failure(
                 step,
-                f"written to {parent}: {error.strerror or error} ({free_space(self.folder, error)})",
-                "Free some disk space, or move the run folder and set --output_dir to the new path. Then run"
-                " the command again to resume training",
+                f"written to {checkpoints_folder}: {error_text} ({disk_text})",
+                "Free some disk space, or move the run folder and set --output_dir to the new path."
+                " Then run the command again to resume training",
             )
 
     def _record_failure(self, step: int, reason: str, advice: str) -> None:
         """Record the first save failure. `reason` completes the sentence "The checkpoint can't be ..."."""
-        latest = max(steps_in(self.folder / "checkpoints"), default=None) if self.folder else None
-        earlier_checkpoint = (
-            "There is no earlier checkpoint"
-            if latest is None
-            else f"The checkpoint of step {latest:,} is intact"
-        )
+        saved_steps = steps_in(self.folder / "checkpoints") if self.folder else []
+        earlier_checkpoint = "There is no earlier checkpoint"
+        if saved_steps:
+            earlier_checkpoint = f"The checkpoint of step {max(saved_steps):,} is intact"
         problem = f"the checkpoint of step {step:,} can't be {reason}. {earlier_checkpoint}. {advice}"
         self.problem = self.problem or problem
 
 
-def _try_to_remove(folder: Path) -> None:
+def _try_to_remove_checkpoint(folder: Path) -> None:
     """Remove an old checkpoint, or print a warning if some of its files can't be removed.
 
     A later call removes the remaining files, for example files that were open over NFS.

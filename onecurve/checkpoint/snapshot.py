@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 16 * 2**20  # number of bytes written and hashed at a time
+# Size of the header length at the start of a safetensors file, and alignment of the header
+HEADER_LENGTH_BYTES = HEADER_ALIGNMENT_BYTES = 8
 DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 DTYPE_NAMES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}
 DTYPE_NAMES |= {torch.uint8: "U8", torch.bool: "BOOL"}
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+DTYPE_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # tensor name -> dtype and shape
 
@@ -35,8 +37,10 @@ class Snapshot:
 
     def __init__(self, specs: Specs, pinned: bool, pause: Callable[[float], None] = lambda _: None):
         self.specs, self.pause = specs, pause
-        sizes = {name: dtype.itemsize * torch.Size(shape).numel() for name, (dtype, shape) in specs.items()}
-        self.buffer = _allocate_pages(sum(sizes.values()))
+        bytes_by_name: dict[str, int] = {}
+        for name, (dtype, shape) in specs.items():
+            bytes_by_name[name] = dtype.itemsize * torch.Size(shape).numel()
+        self.buffer = _allocate_pages(sum(bytes_by_name.values()))
         if pinned and len(self.buffer):
             _lock_pages(self.buffer)
             # finalize() keeps the buffer alive until it is unpinned. At process exit, the driver unpins the
@@ -44,11 +48,11 @@ class Snapshot:
             weakref.finalize(self, _unlock_pages, self.buffer).atexit = False
         self.views: dict[str, Tensor] = {}
         header, start_byte = {}, 0
+        item_sizes = {name: dtype.itemsize for name, (dtype, _) in specs.items()}
         # Sorting by item size aligns each tensor to its item size.
-        names_by_size = sorted(specs, key=lambda name: -specs[name][0].itemsize)
-        for name in names_by_size:
+        for name in sorted(specs, key=item_sizes.__getitem__, reverse=True):
             dtype, shape = specs[name]
-            end_byte = start_byte + sizes[name]
+            end_byte = start_byte + bytes_by_name[name]
             self.views[name] = self.buffer[start_byte:end_byte].view(dtype).view(shape)
             header[name] = {
                 "dtype": DTYPE_NAMES[dtype],
@@ -57,37 +61,39 @@ class Snapshot:
             }
             start_byte = end_byte
         header_json = json.dumps(header, separators=(",", ":")).encode()
-        header_json += b" " * (-len(header_json) % 8)
-        self.header = len(header_json).to_bytes(8, "little") + header_json
+        header_json += b" " * (-len(header_json) % HEADER_ALIGNMENT_BYTES)
+        self.header_bytes = len(header_json).to_bytes(HEADER_LENGTH_BYTES, "little") + header_json
 
     def write(self, path: Path) -> dict[str, Any]:
         """Write the safetensors file and sync it to disk. Return the file's size in bytes and its SHA-256."""
         return write_chunks(path, self._chunks())
 
     def _chunks(self) -> Iterator[bytes | memoryview]:
-        yield self.header
+        yield self.header_bytes
         buffer_bytes = self.buffer.numpy().data
-        for start in range(0, len(buffer_bytes), CHUNK_BYTES):
+        for chunk_start in range(0, len(buffer_bytes), CHUNK_BYTES):
             began_s = time.thread_time()
-            yield buffer_bytes[start : start + CHUNK_BYTES]
+            yield buffer_bytes[chunk_start : chunk_start + CHUNK_BYTES]
             self.pause(time.thread_time() - began_s)
 
 
-def _allocate_pages(size: int) -> Tensor:
-    """Allocate a uint8 tensor of `size` bytes in memory pages that contain nothing else."""
-    pages = torch.empty(size + 2 * mmap.PAGESIZE, dtype=torch.uint8)
-    start = -pages.data_ptr() % mmap.PAGESIZE
-    return pages[start : start + size]
+def _allocate_pages(byte_count: int) -> Tensor:
+    """Allocate a uint8 tensor of `byte_count` bytes in memory pages that contain nothing else."""
+    pages = torch.empty(byte_count + 2 * mmap.PAGESIZE, dtype=torch.uint8)
+    first_page_start = -pages.data_ptr() % mmap.PAGESIZE
+    return pages[first_page_start : first_page_start + byte_count]
 
 
 def _lock_pages(buffer: Tensor) -> None:
     """Page-lock the buffer. torch's pinned allocator would round the size up to a power of two."""
-    size = -(-buffer.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    page_count = -(-buffer.nbytes // mmap.PAGESIZE)  # rounded up
+    locked_bytes = page_count * mmap.PAGESIZE
     for_all_contexts = 1  # value of cudaHostRegisterPortable
-    error_code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, for_all_contexts))
+    error_code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), locked_bytes, for_all_contexts))
     if error_code:
         raise RuntimeError(
-            f"CUDA could not page-lock {size:,} bytes of CPU memory for checkpoints (CUDA error {error_code})"
+            f"CUDA could not page-lock {locked_bytes:,} bytes of CPU memory for checkpoints"
+            f" (CUDA error {error_code})"
         )
 
 
@@ -96,12 +102,13 @@ def _unlock_pages(buffer: Tensor) -> None:
 
 
 def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    digest, size = hashlib.sha256(), 0
+    """Write and sync a file. Return the file's size in bytes and its SHA-256, for the manifest."""
+    digest, written_bytes = hashlib.sha256(), 0
     with open(path, "wb") as file:
         for chunk in chunks:
             file.write(chunk)
             digest.update(chunk)
-            size += len(chunk)
+            written_bytes += len(chunk)
         file.flush()
         os.fsync(file.fileno())
-    return {"size": size, "sha256": digest.hexdigest()}
+    return {"size": written_bytes, "sha256": digest.hexdigest()}

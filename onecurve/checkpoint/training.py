@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from onecurve.checkpoint import format as checkpoints
 from onecurve.checkpoint.format import Checkpoint, TensorFile
-from onecurve.checkpoint.gather import Gather
+from onecurve.checkpoint.gather import PieceGatherer
 from onecurve.checkpoint.optimizer_state import OptimizerState
 from onecurve.checkpoint.snapshot import Snapshot, Specs
 from onecurve.data.class_names import SHOWN, ClassMatch, match_classes
@@ -60,7 +60,7 @@ class TrainingState:
         # An accelerator's exact_sum is set only with --deterministic.
         needs_bitwise = getattr(accelerator, "exact_sum", None) is not None
         self.optimizer = OptimizerState(self.layout, needs_bitwise)
-        self.gathering = Gather(self.layout)
+        self.gatherer = PieceGatherer(self.layout)
         self.snapshots: dict[str, Snapshot] = {}
         self.copy_event: torch.cuda.Event | None = None
 
@@ -71,7 +71,7 @@ class TrainingState:
 
         Only the main thread may call this method, because that thread may change modules at any time.
         """
-        return self._specs_by_file(self.optimizer.expected())
+        return self._specs_by_file(self.optimizer.expected_specs())
 
     def allocate(self, expected: dict[str, Specs]) -> None:
         """Allocate the snapshots before the first take(), because allocation takes longer than copying.
@@ -81,8 +81,8 @@ class TrainingState:
         if self.accelerator.device.type == "cuda":  # a new thread uses the host's first GPU by default
             # In a single-process job, the device's index is None.
             torch.cuda.set_device(self.accelerator.device.index or 0)
-        for file, specs in expected.items():
-            self._snapshot_for(file, specs).buffer.zero_()
+        for file_name, specs in expected.items():
+            self._snapshot_for(file_name, specs).buffer.zero_()
 
     @torch.no_grad()
     def take(self) -> dict[str, Snapshot]:
@@ -92,21 +92,23 @@ class TrainingState:
         call wait_until_copied() before reading the snapshots.
         """
         layout = self.layout
-        optimizer_specs, optimizer_tensors = self.optimizer.tensors()
-        untrained = [*layout.buffers().items(), *layout.frozen_views()]
-        files = {
-            checkpoints.MODEL_FILE: chain(untrained, layout.views(layout.local)),
-            checkpoints.OPTIMIZER_FILE: optimizer_tensors,
+        optimizer_specs, optimizer_pieces = self.optimizer.specs_and_pieces()
+        untrained_tensors = [*layout.buffers().items(), *layout.frozen_views()]
+        pieces_by_file = {
+            checkpoints.MODEL_FILE: chain(untrained_tensors, layout.views(layout.local)),
+            checkpoints.OPTIMIZER_FILE: optimizer_pieces,
         }
         if self.ema:
-            files[checkpoints.EMA_FILE] = chain(untrained, layout.views(self.ema.averages))
-        specs = self._specs_by_file(optimizer_specs)
-        for file, tensors in files.items():
-            views = self.gathering.local_views(self._snapshot_for(file, specs[file]))
-            for name, tensor in tensors:
-                if name in views:
-                    views[name].view(tensor.shape).copy_(tensor, non_blocking=True)
-        self.gathering.hurry.clear()
+            averaged_pieces = layout.views(self.ema.averages)
+            pieces_by_file[checkpoints.EMA_FILE] = chain(untrained_tensors, averaged_pieces)
+        specs_by_file = self._specs_by_file(optimizer_specs)
+        for file_name, pieces in pieces_by_file.items():
+            snapshot = self._snapshot_for(file_name, specs_by_file[file_name])
+            snapshot_views = self.gatherer.local_views(snapshot)
+            for tensor_name, piece in pieces:
+                if tensor_name in snapshot_views:
+                    snapshot_views[tensor_name].view(piece.shape).copy_(piece, non_blocking=True)
+        self.gatherer.pauses_disabled.clear()
         if self.accelerator.device.type == "cuda":
             self.copy_event = torch.cuda.Event()
             self.copy_event.record()
@@ -116,10 +118,10 @@ class TrainingState:
         """Complete the main process's snapshots. Every rank calls this method in a background thread.
 
         Raises:
-            NotGathered: If a rank does not answer.
+            GatherError: If a rank does not answer.
         """
         self.wait_until_copied()
-        self.gathering.run(self.snapshots)
+        self.gatherer.complete_snapshots(self.snapshots)
 
     def wait_until_copied(self) -> None:
         if self.copy_event:
@@ -141,47 +143,51 @@ class TrainingState:
 
     def about(self) -> dict[str, Any]:
         """Return the optimizer's class and the names of its state tensors and scalars, for the manifest."""
-        return {"optimizer": self.optimizer.about()}
+        return {"optimizer": self.optimizer.manifest_entry()}
 
-    def _specs_by_file(self, optimizer: Specs) -> dict[str, Specs]:
+    def _specs_by_file(self, optimizer_specs: Specs) -> dict[str, Specs]:
         """Return the dtypes and shapes of all tensors, by file name.
 
         Args:
-            optimizer: Dtypes and shapes of the optimizer's tensors.
+            optimizer_specs: Dtypes and shapes of the optimizer's tensors.
         """
-        parameters = {name: (torch.float32, shape) for name, shape in self.gathering.shapes.items()}
-        buffers = {
-            name: (_stored_dtype(tensor.dtype), tuple(tensor.shape))
-            for name, tensor in self.layout.buffers().items()
+        parameter_specs = {name: (torch.float32, shape) for name, shape in self.gatherer.shapes.items()}
+        buffer_specs = {
+            name: (_dtype_in_file(buffer.dtype), tuple(buffer.shape))
+            for name, buffer in self.layout.buffers().items()
         }
-        model_specs = buffers | parameters
-        specs = {checkpoints.MODEL_FILE: model_specs, checkpoints.OPTIMIZER_FILE: optimizer}
-        return specs | ({checkpoints.EMA_FILE: model_specs} if self.ema else {})
+        model_specs = buffer_specs | parameter_specs
+        specs_by_file = {checkpoints.MODEL_FILE: model_specs, checkpoints.OPTIMIZER_FILE: optimizer_specs}
+        if self.ema:
+            specs_by_file[checkpoints.EMA_FILE] = model_specs
+        return specs_by_file
 
-    def _snapshot_for(self, file: str, specs: Specs) -> Snapshot:
+    def _snapshot_for(self, file_name: str, whole_specs: Specs) -> Snapshot:
         """Return the snapshot of this rank's tensor pieces in the file.
 
         If dtypes or shapes have changed, this method creates a new snapshot.
         """
-        specs = self.gathering.local_specs(specs)
-        if file not in self.snapshots or self.snapshots[file].specs != specs:
-            pinned = self.accelerator.device.type == "cuda"
-            self.snapshots[file] = Snapshot(specs, pinned, self.gathering.pause)
-        return self.snapshots[file]
+        local_specs = self.gatherer.local_specs(whole_specs)
+        snapshot = self.snapshots.get(file_name)
+        if snapshot is None or snapshot.specs != local_specs:
+            is_pinned = self.accelerator.device.type == "cuda"
+            snapshot = self.snapshots[file_name] = Snapshot(local_specs, is_pinned, self.gatherer.pause)
+        return snapshot
 
     # --- Restore
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Raise ValueError unless the checkpoint's class names, tensor names and shapes match this run's."""
-        self.row_orders(checkpoint)
-        shapes, folder = self.gathering.shapes, checkpoint.folder
-        buffers = {name: tuple(tensor.shape) for name, tensor in self.layout.buffers().items()}
-        TensorFile(folder / checkpoints.MODEL_FILE).expect(shapes | buffers)
+        self.row_orders(checkpoint)  # raises ValueError if the class names do not match
+        folder = checkpoint.folder
+        buffer_shapes = {name: tuple(buffer.shape) for name, buffer in self.layout.buffers().items()}
+        model_shapes = self.gatherer.shapes | buffer_shapes
+        TensorFile(folder / checkpoints.MODEL_FILE).require_shapes(model_shapes)
         if (folder / checkpoints.EMA_FILE).exists() != (self.ema is not None):
             article, verb = ("no", "uses") if self.ema else ("an", "does not use")
             raise ValueError(f"{folder} contains {article} EMA, but this recipe {verb} an EMA")
         if self.ema:
-            TensorFile(folder / checkpoints.EMA_FILE).expect(shapes | buffers)
+            TensorFile(folder / checkpoints.EMA_FILE).require_shapes(model_shapes)
 
     def match(self, checkpoint: Checkpoint) -> ClassMatch:
         """Match this run's classes to the checkpoint's.
@@ -189,37 +195,44 @@ class TrainingState:
         Raises:
             ValueError: If the run's class names differ from the checkpoint's.
         """
-        names = checkpoint.manifest.get("classes") if self.classes else ()
-        match = match_classes(names or self.classes, self.classes)
-        if not match.is_permutation:
-            names_by_side = {"new": match.unknown, "missing": match.absent}
+        saved_classes = checkpoint.manifest.get("classes") if self.classes else ()
+        class_match = match_classes(saved_classes or self.classes, self.classes)
+        if not class_match.is_permutation:
+            differing_classes = {"new": class_match.unknown, "missing": class_match.absent}
             differences = "; ".join(
-                f"{side}: {some_of(classes, SHOWN)}" for side, classes in names_by_side.items() if classes
+                f"{side}: {some_of(classes, SHOWN)}" for side, classes in differing_classes.items() if classes
             )
             raise ValueError(
-                f"{checkpoint.folder} was trained on different classes ({differences}). A resumed run can't"
-                " change its classes. To start a new run with the head rows of known classes, use"
-                " train_vit.py --weights."
+                f"{checkpoint.folder} was trained on different classes ({differences})."
+                " A resumed run can't change its classes."
+                " To start a new run with the head rows of known classes, use train_vit.py --weights."
             )
-        return match
+        return class_match
 
     def row_orders(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
         """Map each head parameter's name to the checkpoint's row index for each class.
 
         If the checkpoint and this run have the same class order, the result is {}.
         """
-        if (match := self.match(checkpoint)).is_identity:
+        class_match = self.match(checkpoint)
+        if class_match.is_identity:
             return {}
         from onecurve.models.timm_models import head_layers  # imported only if the class order differs
 
-        heads, shapes = head_layers(self.layout.module), self.gathering.shapes
-        names = [name for name in shapes if name.rpartition(".")[0] in heads]
-        if not names or any(shapes[name][:1] != (len(self.classes),) for name in names):
+        heads = head_layers(self.layout.module)
+        head_shapes: dict[str, tuple[int, ...]] = {}
+        for parameter, shape in self.gatherer.shapes.items():
+            layer, _, _ = parameter.rpartition(".")
+            if layer in heads:
+                head_shapes[parameter] = shape
+        class_count = len(self.classes)
+        if not head_shapes or any(shape[:1] != (class_count,) for shape in head_shapes.values()):
             raise ValueError(
-                f"{checkpoint.folder} lists the classes in a different order, but the model has no head with"
-                " one row per class to reorder. Use data with the checkpoint's class order."
+                f"{checkpoint.folder} lists the classes in a different order,"
+                " but the model has no head with one row per class to reorder."
+                " Use data with the checkpoint's class order."
             )
-        return dict.fromkeys(names, torch.from_numpy(match.labels))
+        return dict.fromkeys(head_shapes, torch.from_numpy(class_match.labels))
 
     @torch.no_grad()
     def restore(
@@ -235,11 +248,12 @@ class TrainingState:
                 state.
         """
         if with_optimizer:
-            send_tensor, specs = self._make_sender(checkpoint, checkpoints.OPTIMIZER_FILE)
-            self.optimizer.restore(broadcast_object_list([specs])[0], state, send_tensor)
+            broadcast_from_main, main_specs = self._open_broadcaster(checkpoint, checkpoints.OPTIMIZER_FILE)
+            (optimizer_specs,) = broadcast_object_list([main_specs])
+            self.optimizer.restore(optimizer_specs, state, broadcast_from_main)
         if self.ema:
-            send_tensor, _ = self._make_sender(checkpoint, checkpoints.EMA_FILE)
-            self.layout.fill(self.layout.views(self.ema.averages), send_tensor)
+            broadcast_from_main, _ = self._open_broadcaster(checkpoint, checkpoints.EMA_FILE)
+            self.layout.fill(self.layout.views(self.ema.averages), broadcast_from_main)
         self._restore_model(checkpoint, checkpoints.MODEL_FILE)
         self._set_loss_scale(state["loss_scale"])
 
@@ -257,38 +271,40 @@ class TrainingState:
 
     def _restore_model(self, checkpoint: Checkpoint | None, file_name: str) -> None:
         """Restore the model's parameters from the given file, and its buffers from the raw weights' file."""
-        layout, (send_tensor, _) = self.layout, self._make_sender(checkpoint, checkpoints.MODEL_FILE)
+        layout = self.layout
+        broadcast_from_main, _ = self._open_broadcaster(checkpoint, checkpoints.MODEL_FILE)
         for name, buffer in layout.buffers().items():
-            buffer.copy_(send_tensor(name, buffer.shape, _stored_dtype(buffer.dtype)))
-        send_tensor, _ = self._make_sender(checkpoint, file_name)
-        layout.fill(chain(layout.views(layout.local), layout.frozen_views()), send_tensor)
+            buffer.copy_(broadcast_from_main(name, buffer.shape, _dtype_in_file(buffer.dtype)))
+        broadcast_from_main, _ = self._open_broadcaster(checkpoint, file_name)
+        layout.fill(chain(layout.views(layout.local), layout.frozen_views()), broadcast_from_main)
         layout.sync()
 
-    def _make_sender(
+    def _open_broadcaster(
         self, checkpoint: Checkpoint | None, file_name: str
     ) -> tuple[Callable[..., Tensor], Specs | None]:
-        """Return send() and, on the main process, the dtypes and shapes of the file's tensors.
+        """Return broadcast_from_main() and, on the main process, the dtypes and shapes of the file's tensors.
 
-        send(name, shape, dtype) broadcasts a tensor from the main process to each device. By default, send()
-        uses the parameter's shape and fp32. send() reorders the head's rows to match this run's class order.
+        broadcast_from_main(name, shape, dtype) broadcasts a tensor from the main process to each device. By
+        default, it uses the parameter's shape and fp32. It reorders the head's rows to match this run's class
+        order.
         """
-        shapes, device = self.gathering.shapes, self.accelerator.device
+        shapes, device = self.gatherer.shapes, self.accelerator.device
         tensor_file = TensorFile(checkpoint.folder / file_name) if checkpoint else None
         row_orders = self.row_orders(checkpoint) if checkpoint else {}
 
-        def send_tensor(
+        def broadcast_from_main(
             name: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype = torch.float32
         ) -> Tensor:
             if tensor_file:
-                tensor, parameter = tensor_file.tensor(name), name.partition("/")[0]
+                tensor = tensor_file.read_tensor(name)
+                parameter, _, _ = name.partition("/")
                 if parameter in row_orders and tensor.shape == shapes[parameter]:
                     tensor = tensor[row_orders[parameter]]
-                tensor = tensor.to(device, dtype)
-            else:
-                tensor = torch.empty(shapes[name] if shape is None else shape, dtype=dtype, device=device)
-            return broadcast(tensor)
+                return broadcast(tensor.to(device, dtype))
+            received_shape = shapes[name] if shape is None else shape
+            return broadcast(torch.empty(received_shape, dtype=dtype, device=device))
 
-        return send_tensor, tensor_file.specs() if tensor_file else None
+        return broadcast_from_main, tensor_file.specs() if tensor_file else None
 
     # --- fp16
 
@@ -303,19 +319,19 @@ class TrainingState:
         scale, good_steps = zero_scale or torch_.loss_scale(scaler)
         return {"scale": scale, "good_steps": good_steps}
 
-    def _set_loss_scale(self, saved: dict[str, float] | None) -> None:
+    def _set_loss_scale(self, saved_scale: dict[str, float] | None) -> None:
         """Restore the loss scale, which may have been saved under a different strategy.
 
         Only the loss scale's growth rate depends on the strategy.
         """
-        if saved is None:
+        if saved_scale is None:
             return
-        scale, good_steps = saved["scale"], int(saved["good_steps"])
+        scale, good_steps = saved_scale["scale"], int(saved_scale["good_steps"])
         if deepspeed_.zero_loss_scale(self.layout.optimizer):
             deepspeed_.set_zero_loss_scale(self.layout.optimizer, scale, good_steps)
         elif self.accelerator.scaler is not None:
             torch_.set_loss_scale(self.accelerator.scaler, scale, good_steps)
 
 
-def _stored_dtype(dtype: torch.dtype) -> torch.dtype:
+def _dtype_in_file(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point else dtype

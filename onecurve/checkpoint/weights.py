@@ -29,21 +29,22 @@ from onecurve.checkpoint.format import (
     STATE_FILE,
     Checkpoint,
     TensorFile,
-    best_in,
+    best_checkpoint_folder,
     newest,
     parse_step_index,
+    step_from_name,
     step_name,
-    step_of,
     steps_in,
     verify,
 )
 from onecurve.checkpoint.published import (
     CONFIG_FILE,
-    KNOWN_ARGUMENTS,
-    Published,
-    class_names,
-    of_name,
+    KNOWN_MODEL_ARGUMENTS,
+    PublishedModel,
+    class_name_lists,
+    published_from_name,
     read_published,
+    stored_class_names,
 )
 from onecurve.data.class_names import NEW_CLASS, match_classes
 from onecurve.distributed.agreement import once
@@ -63,16 +64,15 @@ if TYPE_CHECKING:  # imported lazily at runtime
 
 # Python code of a command that converts a pickle file to safetensors. Only the user runs this command, never
 # onecurve. timm prefers averaged weights in a checkpoint, and allows torch to load only tensors.
-CONVERSION = (
+PICKLE_CONVERSION_CODE = (
     "import sys; from timm.models import load_state_dict as load; from safetensors.torch import save_file;"
     " save_file({n: t.clone().contiguous() for n, t in load(sys.argv[1]).items()}, sys.argv[2])"
 )
-# Tensor name prefixes added by torch.compile, DDP and Lightning
-WRAPPER_PREFIXES = ("_orig_mod.", "module.", "model.")
+REPORTS_ROOT = Path("validation")  # folder for reports about models outside run folders
 TRAINED_BY_KEY = "trained_by"  # key in config.json files written by export.py
 PICKLE_PREFIXES = (b"PK", b"\x80")  # first bytes of files in torch's new and old pickle formats
 # Weight files opened by find_model() and not loaded yet, by path
-_open_files: dict[str, TensorFile] = {}
+_opened_weight_files: dict[str, TensorFile] = {}
 
 
 @dataclass(frozen=True)
@@ -123,38 +123,44 @@ def find_model(location: str, which: str, scratch_folder: Path, heartbeat: Heart
     while True:
         steps_before = steps_in(Path(location) / "checkpoints")
         try:
-            trained = _find_model_once(location, which, scratch_folder, heartbeat)
-            _open_files[trained.weights] = _open_weights(Path(trained.weights))
-            return trained
+            trained_model = _find_model_once(location, which, scratch_folder, heartbeat)
+            _opened_weight_files[trained_model.weights] = _open_weights(Path(trained_model.weights))
+            return trained_model
         except ValueError:
             if steps_before == steps_in(Path(location) / "checkpoints"):
                 raise
 
 
-def _find_model_once(location: str, which: str, scratch: Path, heartbeat: Heartbeat) -> TrainedModel:
+def _find_model_once(location: str, which: str, scratch_folder: Path, heartbeat: Heartbeat) -> TrainedModel:
     if location.startswith("s3://"):
         from onecurve.system.s3 import ObjectStore
 
         store = ObjectStore(location)
-        checkpoint = _download_checkpoint(store, which, scratch, heartbeat)
-        reports = Path("validation") / store.url.rpartition("/")[2]
-        name = f"{store.url}/checkpoints/{checkpoint.folder.name}"
-        return _model_in_checkpoint(checkpoint, reports, name, _preferred_file(checkpoint))
+        downloaded = _download_checkpoint(store, which, scratch_folder, heartbeat)
+        _, _, prefix_name = store.url.rpartition("/")
+        displayed_name = f"{store.url}/checkpoints/{downloaded.folder.name}"
+        weight_file_name = _preferred_file_name(downloaded)
+        return _model_in_checkpoint(downloaded, REPORTS_ROOT / prefix_name, displayed_name, weight_file_name)
     path = Path(location).resolve()
-    file, saved = _locate(path, which, heartbeat)
-    if saved is None and path.is_dir():
-        return _hub_model(path) or _exported_model(path)
-    if saved is None:
-        folder = str(Path("validation") / file.stem)
-        names = [[name] if isinstance(name, str) else list(name) for name in _class_names(file) or ()]
-        classes = [aliases[0] for aliases in names] or None
-        return TrainedModel(str(file), shortest(file), folder, classes=classes, names=names or None)
-    is_in_run = saved.folder.parent.name == "checkpoints"
-    reports = saved.folder.parents[1] / "validation" if is_in_run else Path("validation") / saved.folder.name
-    return _model_in_checkpoint(saved, reports, shortest(saved.folder), file.name)
+    weight_file, checkpoint = _locate_weights(path, which, heartbeat)
+    if checkpoint is None:
+        if path.is_dir():
+            return _hub_model(path) or _exported_model(path)
+        return _single_file_model(weight_file)
+    reports_folder = REPORTS_ROOT / checkpoint.folder.name
+    if checkpoint.folder.parent.name == "checkpoints":  # the checkpoint belongs to a run folder
+        reports_folder = checkpoint.folder.parent.parent / "validation"
+    return _model_in_checkpoint(checkpoint, reports_folder, shortest(checkpoint.folder), weight_file.name)
 
 
-def _locate(path: Path, which: str, heartbeat: Heartbeat) -> tuple[Path, Checkpoint | None]:
+def _single_file_model(weight_file: Path) -> TrainedModel:
+    names = stored_class_names(weight_file) or None
+    classes = [displayed_name for displayed_name, *_ in names] if names else None
+    reports = str(REPORTS_ROOT / weight_file.stem)
+    return TrainedModel(str(weight_file), shortest(weight_file), reports, classes=classes, names=names)
+
+
+def _locate_weights(path: Path, which: str, heartbeat: Heartbeat) -> tuple[Path, Checkpoint | None]:
     """Return the weight file at a local path, and the verified checkpoint that contains it, or None.
 
     Args:
@@ -164,11 +170,12 @@ def _locate(path: Path, which: str, heartbeat: Heartbeat) -> tuple[Path, Checkpo
     if not path.exists():
         raise ValueError(f"{path} does not exist")
     if not path.is_dir():
-        is_in_checkpoint = step_of(path.parent.name) is not None and (path.parent / MANIFEST_FILE).exists()
-        return path, verify(path.parent, heartbeat) if is_in_checkpoint else None
-    if step_of(path.name) is not None or (path / MANIFEST_FILE).exists():
+        if step_from_name(path.parent.name) is not None and (path.parent / MANIFEST_FILE).exists():
+            return path, verify(path.parent, heartbeat)
+        return path, None
+    if step_from_name(path.name) is not None or (path / MANIFEST_FILE).exists():
         checkpoint = verify(path, heartbeat)
-    elif steps_in(path / "checkpoints"):
+    elif steps_in(path / "checkpoints"):  # the path is a run folder
         checkpoint = _checkpoint_of_run(path, which, heartbeat)
     elif (path / MODEL_FILE).exists():
         return path / MODEL_FILE, None
@@ -176,38 +183,24 @@ def _locate(path: Path, which: str, heartbeat: Heartbeat) -> tuple[Path, Checkpo
         raise ValueError(
             f"{path} contains neither checkpoints nor {MODEL_FILE}. Pass a weight file or a run folder."
         )
-    return checkpoint.folder / _preferred_file(checkpoint), checkpoint
+    return checkpoint.folder / _preferred_file_name(checkpoint), checkpoint
 
 
 def _exported_model(folder: Path) -> TrainedModel:
     """Return the model in a folder written by export.py, without running any code from the folder."""
     try:
-        origin = read_json(folder / CONFIG_FILE)[TRAINED_BY_KEY]
-        script, recipe = str(origin["script"]), dict(origin["recipe"])
-        classes = list(map(printable, origin["classes"]))
+        training_info = read_json(folder / CONFIG_FILE)[TRAINED_BY_KEY]
+        script, recipe = str(training_info["script"]), dict(training_info["recipe"])
+        classes = list(map(printable, training_info["classes"]))
     except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(
-            f"{folder / CONFIG_FILE} describes neither a timm model nor the training that produced the"
-            " weights. Export the model again with export.py."
+            f"{folder / CONFIG_FILE} describes neither a timm model"
+            " nor the training that produced the weights. Export the model again with export.py."
         ) from None
-    reports = str(Path("validation") / folder.name)
-    origin_facts = script, recipe, classes, None, *map(origin.get, ("cropped", "preprocessing", "names"))
-    return TrainedModel(str(folder / MODEL_FILE), shortest(folder), reports, None, *origin_facts)
-
-
-def _class_names(file: Path) -> list[str] | list[tuple[str, ...]] | None:
-    """Return a weight file's class names from the config.json in the same folder.
-
-    export.py and timm write class names into config.json. For a timm model without class names, the function
-    returns ImageNet's.
-    """
-    with contextlib.suppress(OSError, ValueError):
-        if published := read_published(file.parent):
-            return class_names(published)
-        names = read_json(file.with_name(CONFIG_FILE)).get("label_names")
-        if isinstance(names, list) and all(isinstance(name, str) for name in names):
-            return list(map(printable, names))
-    return None
+    weights, reports = str(folder / MODEL_FILE), str(REPORTS_ROOT / folder.name)
+    model = TrainedModel(weights, shortest(folder), reports, script=script, recipe=recipe, classes=classes)
+    optional_fields = {key: training_info.get(key) for key in ("cropped", "preprocessing", "names")}
+    return dataclasses.replace(model, **optional_fields)
 
 
 def _hub_model(folder: Path) -> TrainedModel | None:
@@ -215,82 +208,91 @@ def _hub_model(folder: Path) -> TrainedModel | None:
     published = read_published(folder)
     if published is None or TRAINED_BY_KEY in read_json(folder / CONFIG_FILE):
         return None
-    reports = str(Path("validation") / folder.name)
-    return _describe_published(TrainedModel(str(folder / MODEL_FILE), shortest(folder), reports), published)
+    trained = TrainedModel(str(folder / MODEL_FILE), shortest(folder), str(REPORTS_ROOT / folder.name))
+    return _describe_published(trained, published)
 
 
 def as_timm_model(trained: TrainedModel, name: str) -> TrainedModel:
     """Describe a weight file as a timm model. Raise ValueError if the model predicts no classes."""
-    shapes = _open_files[trained.weights].shapes()
-    head = f"{_wrapper_prefix(list(shapes))}{head_names(name)[0]}.weight"
-    published = dataclasses.replace(of_name(name), classes=(shapes.get(head) or (0,))[0])
+    class_count = _stored_class_count(_opened_weight_files[trained.weights], head_names(name))
+    published = dataclasses.replace(published_from_name(name), class_count=class_count)
     return _describe_published(trained, published)
 
 
-def _describe_published(trained: TrainedModel, published: Published) -> TrainedModel:
+def _stored_class_count(tensor_file: TensorFile, heads: Sequence[str]) -> int:
+    """Return the number of classes in a weight file's first head, or 0 without a head."""
+    first_weight = f"{tensor_file.wrapper_prefix()}{heads[0]}.weight"
+    class_count, *_ = tensor_file.shapes().get(first_weight) or (0,)
+    return class_count
+
+
+def _describe_published(trained: TrainedModel, published: PublishedModel) -> TrainedModel:
     """Describe weights published by timm as a model that train_vit.py can build."""
-    if not published.classes:
+    if not published.class_count:
         raise ValueError(
-            f"{trained.name} has no classification head, so the model can't predict classes. Train a head"
-            " with train_vit.py --weights."
+            f"{trained.name} has no classification head, so the model can't predict classes."
+            " Train a head with train_vit.py --weights."
         )
-    if unknown := published.arguments.keys() - KNOWN_ARGUMENTS:
+    if unknown_arguments := published.model_arguments.keys() - KNOWN_MODEL_ARGUMENTS:
         raise ValueError(
-            f"{trained.name}: config.json contains the unsupported model argument {unknown.pop()}"
+            f"{trained.name}: config.json contains the unsupported model argument {unknown_arguments.pop()}"
         )
     recipe: dict[str, Any] = {"model": published.architecture, "image_size": published.image_size}
-    recipe |= {name: value for name in ("patch_size", "depth") if (value := published.arguments.get(name))}
+    for flag_name in ("patch_size", "depth"):
+        if value := published.model_arguments.get(flag_name):
+            recipe[flag_name] = value
     recipe |= {"drop_path": 0.0, "dropout": 0.0}
-    class_rows = class_names(published)
-    names = None if class_rows is None else [list(row) for row in class_rows]
+    names = class_name_lists(published)
     return dataclasses.replace(
         trained,
         script="train_vit",
         recipe=recipe,
-        classes=[aliases[0] for aliases in names] if names else None,
+        classes=[displayed_name for displayed_name, *_ in names] if names else None,
         names=names,
         cropped=True,
         preprocessing=published.preprocessing(),
-        published=published.classes,
-        note=published.note(),
+        published=published.class_count,
+        note=published.second_size_note(),
     )
 
 
 def open_script(
-    trained: TrainedModel, file: str | None, words: list[str]
+    trained: TrainedModel, script_file: str | None, flag_words: list[str]
 ) -> tuple[ModuleType, ImageRecipe, Path]:
     """Return the train script's module, the model's recipe as changed by the flags, and the script's file.
 
     Args:
         trained: The trained model.
-        file: The script's file. The default is the project's script named in the manifest.
-        words: Command-line flags that change the recipe.
+        script_file: The script's file. The default is the project's script named in the manifest.
+        flag_words: Command-line flags that change the recipe.
 
     Raises:
         ValueError: If the script does not train an image classifier.
     """
-    if file and not Path(file).is_file():
-        raise ValueError(f"--script {file} does not exist")
+    if script_file and not Path(script_file).is_file():
+        raise ValueError(f"--script {script_file} does not exist")
     try:
-        path = Path(file) if file else own_script(trained.script)
-        script = load_script(path)
+        script_path = Path(script_file) if script_file else own_script(trained.script)
+        script = load_script(script_path)
         recipe_type = recipe_class(script)
         if not issubclass(recipe_type, ImageRecipe):
             raise ValueError(
-                f"{script.__name__} does not train an image classifier. Set --script to a script that trains"
-                " an image classifier."
+                f"{script.__name__} does not train an image classifier."
+                " Set --script to a script that trains an image classifier."
             )
-        recipe = parse(recipe_type, words, as_flags(trained.recipe or {}, recipe_type)).resolved()
-        return script, recipe, path
+        trained_flags = as_flags(trained.recipe or {}, recipe_type)
+        recipe = parse(recipe_type, flag_words, trained_flags).resolved()
+        return script, recipe, script_path
     except ValueError as error:
         raise ValueError(f"{trained.name}: {error}") from None
 
 
 def load_trained(model: nn.Module, file: Path) -> None:
     """Copy weights from a file into a model. Raise ValueError if tensor names or shapes differ."""
-    tensor_file, model_state = _open_files.pop(str(file), None) or TensorFile(file), model.state_dict()
-    tensor_file.expect({name: tuple(tensor.shape) for name, tensor in model_state.items()})
-    model.load_state_dict({name: tensor_file.tensor(name) for name in model_state})
+    tensor_file = _opened_weight_files.pop(str(file), None) or TensorFile(file)
+    model_state = model.state_dict()
+    tensor_file.require_shapes({name: tuple(tensor.shape) for name, tensor in model_state.items()})
+    model.load_state_dict({name: tensor_file.read_tensor(name) for name in model_state})
 
 
 def load_weights(model: nn.Module, trained: TrainedModel, script: ModuleType, recipe: Any) -> None:
@@ -299,7 +301,7 @@ def load_weights(model: nn.Module, trained: TrainedModel, script: ModuleType, re
     Raises:
         ValueError: If the weights do not match the script's model.
     """
-    if not trained.published:
+    if not trained.published:  # the weights are not published by timm
         load_trained(model, Path(trained.weights))
     elif (class_count := int(model.num_classes)) != trained.published:  # type: ignore[arg-type]  # timm's model
         raise ValueError(
@@ -308,9 +310,10 @@ def load_weights(model: nn.Module, trained: TrainedModel, script: ModuleType, re
         )
     else:
         # Let timm's loader read the file, because it may rename or resample tensors.
-        del _open_files[trained.weights]
-        recipe = dataclasses.replace(recipe, weights=trained.weights)
-        model.load_state_dict(script.build_model(recipe, trained.published).state_dict())
+        del _opened_weight_files[trained.weights]
+        recipe_with_weights = dataclasses.replace(recipe, weights=trained.weights)
+        loaded_model = script.build_model(recipe_with_weights, trained.published)
+        model.load_state_dict(loaded_model.state_dict())
 
 
 def load_everywhere(
@@ -326,77 +329,87 @@ def load_everywhere(
     model.to(memory_format=torch.channels_last)
 
 
-def _checkpoint_of_run(folder: Path, which: str, heartbeat: Heartbeat) -> Checkpoint:
-    parent = folder / "checkpoints"
-    if which != "latest" and (best := best_in(parent)):
-        return verify(best, heartbeat)
+def _checkpoint_of_run(run_folder: Path, which: str, heartbeat: Heartbeat) -> Checkpoint:
+    checkpoints_folder = run_folder / "checkpoints"
+    best_folder = best_checkpoint_folder(checkpoints_folder) if which != "latest" else None
+    if best_folder:
+        return verify(best_folder, heartbeat)
     if which == "best":
         raise ValueError(
-            f"{shortest(folder)} does not contain the run's best checkpoint. Use --which latest to select the"
-            " newest checkpoint."
+            f"{shortest(run_folder)} does not contain the run's best checkpoint."
+            " Use --which latest to select the newest checkpoint."
         )
-    checkpoint = newest(parent, heartbeat, ours=False)
-    assert checkpoint, "the folder contains checkpoints"
-    return checkpoint
+    newest_checkpoint = newest(checkpoints_folder, heartbeat, is_owner=False)
+    assert newest_checkpoint, "the folder contains checkpoints"
+    return newest_checkpoint
 
 
-def _preferred_file(checkpoint: Checkpoint) -> str:
+def _preferred_file_name(checkpoint: Checkpoint) -> str:
     """Return the file with the averaged weights, or the file with the raw weights if there is no EMA."""
     return EMA_FILE if EMA_FILE in checkpoint.manifest["files"] else MODEL_FILE
 
 
-def _download_checkpoint(store: "ObjectStore", which: str, scratch: Path, heartbeat: Heartbeat) -> Checkpoint:
+def _download_checkpoint(
+    store: "ObjectStore", which: str, scratch_folder: Path, heartbeat: Heartbeat
+) -> Checkpoint:
     """Download a run's best checkpoint from S3, or the newest intact checkpoint if `which` is `latest`."""
     from onecurve.checkpoint.mirror import fetch, fetch_newest
 
     if which == "latest":
-        step = fetch_newest(store, scratch, -1, heartbeat)
+        step = fetch_newest(store, scratch_folder, newer_than=-1, heartbeat=heartbeat)
         if step is None:
             raise ValueError(f"{store.url} contains no checkpoints. Pass the S3 prefix of a run.")
     else:
-        key = f"checkpoints/{INDEX_FILE}"
-        content = store.read(key, JSON_LIMIT_BYTES)
-        if content is None:
+        index_key = f"checkpoints/{INDEX_FILE}"
+        index_bytes = store.read(index_key, JSON_LIMIT_BYTES)
+        if index_bytes is None:
             raise ValueError(
-                f"{store.url} does not contain a run: {key} is missing. Pass the S3 prefix of a run."
+                f"{store.url} does not contain a run: {index_key} is missing. Pass the S3 prefix of a run."
             )
-        step = parse_step_index(content, f"{store.url}/{key}").get("best")
+        step = parse_step_index(index_bytes, f"{store.url}/{index_key}").get("best")
         if step is None:
             raise ValueError(
-                f"{store.url} does not contain the run's best checkpoint. Use --which latest to select the"
-                " newest checkpoint."
+                f"{store.url} does not contain the run's best checkpoint."
+                " Use --which latest to select the newest checkpoint."
             )
         try:
-            fetch(store, step, scratch, heartbeat)
+            fetch(store, step, scratch_folder, heartbeat)
         except ValueError:
-            if store.read(key, JSON_LIMIT_BYTES) == content:
+            if store.read(index_key, JSON_LIMIT_BYTES) == index_bytes:
                 raise
             # A run in progress has replaced the checkpoint
-            return _download_checkpoint(store, which, scratch, heartbeat)
-    return verify(scratch / step_name(step), heartbeat)
+            return _download_checkpoint(store, which, scratch_folder, heartbeat)
+    return verify(scratch_folder / step_name(step), heartbeat)
 
 
-def _model_in_checkpoint(checkpoint: Checkpoint, reports: Path, name: str, file: str) -> TrainedModel:
-    """Return the model in a verified checkpoint. `file` is the weight file's name."""
+def _model_in_checkpoint(
+    checkpoint: Checkpoint, reports_folder: Path, displayed_name: str, weight_file_name: str
+) -> TrainedModel:
+    """Return the model in a verified checkpoint's weight file."""
     manifest = checkpoint.manifest
-    if file not in (EMA_FILE, MODEL_FILE) or file not in manifest["files"]:
-        raise ValueError(f"{name}/{file} does not contain a model. Pass {name}/{MODEL_FILE} instead.")
+    if weight_file_name not in (EMA_FILE, MODEL_FILE) or weight_file_name not in manifest["files"]:
+        raise ValueError(
+            f"{displayed_name}/{weight_file_name} does not contain a model."
+            f" Pass {displayed_name}/{MODEL_FILE} instead."
+        )
     recipe, classes, writer = (manifest.get(key) for key in ("recipe", "classes", "written_by"))
     script = writer.get("script") if isinstance(writer, dict) else None
     if not isinstance(recipe, dict) or not isinstance(classes, list) or not isinstance(script, str):
         raise ValueError(
-            f"{name}/{MANIFEST_FILE} does not describe a training run, so the checkpoint was not written by a"
-            " train script"
+            f"{displayed_name}/{MANIFEST_FILE} does not describe a training run,"
+            " so the checkpoint was not written by a train script"
         )
-    weights, accuracy = str(checkpoint.folder / file), None
-    metric = "raw_accuracy" if EMA_FILE in manifest["files"] and file == MODEL_FILE else "accuracy"
+    weights, accuracy = str(checkpoint.folder / weight_file_name), None
+    is_raw = EMA_FILE in manifest["files"] and weight_file_name == MODEL_FILE
+    metric_name = "raw_accuracy" if is_raw else "accuracy"
     # state.json may not have been written by a run
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        state = read_json(checkpoint.folder / STATE_FILE)
-        accuracy = float(state["last"][metric]) if state["evaluated"] else None
-    classes = [printable(name) for name in classes]
-    origin_facts = script, recipe, classes, accuracy, manifest.get("cropped"), manifest.get("preprocessing")
-    return TrainedModel(weights, f"{name}/{file}", str(reports), checkpoint.step, *origin_facts)
+        run_state = read_json(checkpoint.folder / STATE_FILE)
+        accuracy = float(run_state["last"][metric_name]) if run_state["evaluated"] else None
+    name, reports = f"{displayed_name}/{weight_file_name}", str(reports_folder)
+    classes = [printable(class_name) for class_name in classes]
+    training_facts = script, recipe, classes, accuracy, manifest.get("cropped"), manifest.get("preprocessing")
+    return TrainedModel(weights, name, reports, checkpoint.step, *training_facts)
 
 
 # --- Fine-tuning
@@ -410,22 +423,23 @@ def pretrained_model(name: str, classes: int, **options: Any) -> nn.Module:
     """
     import timm
 
-    config = timm.get_pretrained_cfg(name)
-    if config is None or not config.has_weights:
+    pretrained_config = timm.get_pretrained_cfg(name)
+    if pretrained_config is None or not pretrained_config.has_weights:
         raise ValueError(
-            f"--pretrained: timm provides no weights for --model {name}. Choose a different model, or load a"
-            " file with --weights FILE."
+            f"--pretrained: timm provides no weights for --model {name}."
+            " Choose a different model, or load a file with --weights FILE."
         )
     problem = hub_problem()
     try:
-        return timm.create_model(name, True, num_classes=classes, **options)
+        return timm.create_model(name, pretrained=True, num_classes=classes, **options)
     except OSError as error:
-        file = config.hf_hub_filename or MODEL_FILE
-        command = f"run `hf download {config.hf_hub_id} {file} --local-dir .`"
-        download = command if config.hf_hub_id else f"download {config.url}"
+        hub_id, file_name = pretrained_config.hf_hub_id, pretrained_config.hf_hub_filename or MODEL_FILE
+        advice = f"run `hf download {hub_id} {file_name} --local-dir .`"
+        if not hub_id:
+            advice = f"download {pretrained_config.url}"
         raise ValueError(
             f"--pretrained: the hub can't be reached ({problem or error}). On a machine with internet access,"
-            f" {download}. Then copy the file to this machine and use --weights {file}."
+            f" {advice}. Then copy the file to this machine and use --weights {file_name}."
         ) from None
 
 
@@ -450,89 +464,93 @@ def model_with_weights(
     import timm
 
     try:
-        file, trained = _locate(location, "any", lambda: None)
-        weights = _open_weights(file)
+        weight_file, checkpoint = _locate_weights(location, "any", lambda: None)
+        tensor_file = _open_weights(weight_file)
     except ValueError as error:
         raise ValueError(f"--weights {error}") from None
-    shapes = weights.shapes()
-    preprocessing = _stored_preprocessing(name, location, trained)
-    wrapper = _wrapper_prefix(list(shapes))
-    heads = head_names(name)
-    # Number of classes in the file, or 0 without a head.
-    stored_count = (shapes.get(f"{wrapper}{heads[0]}.weight") or (0,))[0]
-    tensors = {key.removeprefix(wrapper): weights.tensor(key) for key in shapes}
-    source = {"state_dict": tensors, "num_classes": stored_count, "custom_load": False, "label_offset": 0}
+    preprocessing, heads = _stored_preprocessing(name, location, checkpoint), head_names(name)
+    stored_class_count = _stored_class_count(tensor_file, heads)
+    prefix = tensor_file.wrapper_prefix()
+    tensors = {key.removeprefix(prefix): tensor_file.read_tensor(key) for key in tensor_file.shapes()}
+    timm_overlay = {"state_dict": tensors, "num_classes": stored_class_count} | preprocessing
+    timm_overlay |= {"custom_load": False, "label_offset": 0}
+    options |= {"pretrained_cfg_overlay": timm_overlay, "num_classes": stored_class_count}
     try:
-        model: Any = timm.create_model(
-            name, True, pretrained_cfg_overlay=source | preprocessing, num_classes=stored_count, **options
-        )
+        model: Any = timm.create_model(name, pretrained=True, **options)
     except RuntimeError as error:
         if "loading state_dict" not in str(error):
             raise
-        first_problem = re.sub('", ".*', '"', str(error).splitlines()[1].strip()).rstrip(".")
-        recipe = trained.manifest.get("recipe") if trained else None
+        _, first_problem, *_ = str(error).splitlines()
+        first_problem = re.sub('", ".*', '"', first_problem.strip()).rstrip(".")
+        recipe = checkpoint.manifest.get("recipe") if checkpoint else None
         stored_model = f" ({recipe['model']})" if isinstance(recipe, dict) and "model" in recipe else ""
         raise ValueError(
-            f"--weights {file} does not match --model {name}: {first_problem}. Set --model to the"
-            f" architecture of the weights{stored_model}."
+            f"--weights {weight_file} does not match --model {name}: {first_problem}."
+            f" Set --model to the architecture of the weights{stored_model}."
         ) from None
     del model.pretrained_cfg["state_dict"]  # free the weights, because timm would keep a reference
-    notes = [f"the prefix {wrapper} is removed from all tensor names"] if wrapper else []
+    notes = [f"the prefix {prefix} is removed from all tensor names"] if prefix else []
     notes += _resampling_notes(model, tensors)
-    stored_classes = trained.manifest.get("classes") if trained else _class_names(file)
-    head_rows = None  # row index in the stored head for each class
-    if names and stored_classes and len(stored_classes) == stored_count:
-        match = match_classes(stored_classes, names)
-        head_rows = None if match.is_identity else match.labels
-        if head_rows is not None:
-            kept_count, added = plural(len(match.known), "class"), plural(len(match.unknown), "class")
+    stored_classes = checkpoint.manifest.get("classes") if checkpoint else stored_class_names(weight_file)
+    stored_row_by_class = None  # row index in the stored head for each class
+    if names and stored_classes and len(stored_classes) == stored_class_count:
+        class_match = match_classes(stored_classes, names)
+        if not class_match.is_identity:
+            stored_row_by_class = class_match.labels
+            kept_count = plural(len(class_match.known), "class")
+            new_count = plural(len(class_match.unknown), "class")
             notes.append(
-                f"the head keeps the rows for {kept_count} with known names and adds rows for {added}"
+                f"the head keeps the rows for {kept_count} with known names and adds rows for {new_count}"
             )
-    elif stored_count != classes:
-        head_rows = np.full(classes, NEW_CLASS)
+    elif stored_class_count != classes:
+        stored_row_by_class = np.full(classes, NEW_CLASS)
         notes.append(
-            f"a new head for {classes:,} classes replaces the file's head for {stored_count:,} classes"
+            f"a new head for {classes:,} classes replaces the file's head for {stored_class_count:,} classes"
         )
     elif names:
         notes.append(
             "the file contains no class names, so the head's rows are assumed to be in the data's class order"
         )
-    if head_rows is not None:
-        _choose_head_rows(model, heads, head_rows)
+    if stored_row_by_class is not None:
+        _replace_head(model, heads, stored_row_by_class)
     if rank() == 0:
-        log.info("; ".join([f"--weights: {shortest(file)}", *notes]))
+        log.info("; ".join([f"--weights: {shortest(weight_file)}", *notes]))
     return model
 
 
 @torch.no_grad()
-def _choose_head_rows(model: Any, heads: Sequence[str], rows: np.ndarray) -> None:
+def _replace_head(model: Any, heads: Sequence[str], stored_row_by_class: np.ndarray) -> None:
     """Replace the model's head with a new head that keeps some rows of the current head.
 
     Args:
         model: The timm model.
         heads: Names of the head's layers.
-        rows: Row index in the current head for each class, or NEW_CLASS for a new row (int64 [classes]).
+        stored_row_by_class: Row index in the current head for each class, or NEW_CLASS for a new row
+            (int64 [classes]).
     """
     from timm.models.vision_transformer import init_weights_vit_timm
 
-    earlier_parameters = [
-        dict(model.get_submodule(head).named_parameters()) for head in heads if rows.max() != NEW_CLASS
-    ]
-    model.reset_classifier(len(rows))
+    keeps_rows = stored_row_by_class.max() != NEW_CLASS
+    stored_heads = [dict(model.get_submodule(head).named_parameters()) for head in heads if keeps_rows]
+    model.reset_classifier(len(stored_row_by_class))
     for head in heads:
         model.get_submodule(head).apply(init_weights_vit_timm)
-    known_rows = torch.from_numpy(np.flatnonzero(rows != NEW_CLASS))
-    for head, parameters in zip(heads, earlier_parameters, strict=False):
+    known_classes = torch.from_numpy(np.flatnonzero(stored_row_by_class != NEW_CLASS))
+    known_rows = torch.from_numpy(stored_row_by_class)[known_classes]
+    for head, stored_parameters in zip(heads, stored_heads, strict=False):
         for name, parameter in model.get_submodule(head).named_parameters():
-            parameter[known_rows] = parameters[name][torch.from_numpy(rows)[known_rows]]
+            parameter[known_classes] = stored_parameters[name][known_rows]
 
 
-def _resampling_notes(model: nn.Module, tensors: dict[str, torch.Tensor]) -> list[str]:
+def _resampling_notes(model: nn.Module, stored_tensors: dict[str, torch.Tensor]) -> list[str]:
     """Return a note that lists the tensors resampled by timm, for example position embeddings."""
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items() if "embed" in name}
-    names = [name for name, shape in shapes.items() if name in tensors and tensors[name].shape != shape]
-    return [f"timm resamples {', '.join(names)} to match this model's size"] if names else []
+    resampled_names = [
+        name
+        for name, tensor in model.state_dict().items()
+        if "embed" in name and name in stored_tensors and stored_tensors[name].shape != tensor.shape
+    ]
+    note = f"timm resamples {', '.join(resampled_names)} to match this model's size"
+    return [note] if resampled_names else []
 
 
 def own_image_size(name: str, location: str | None) -> int:
@@ -541,52 +559,42 @@ def own_image_size(name: str, location: str | None) -> int:
     return published.image_size if published else registered_config(name).input_size[-1]
 
 
-def _stored_preprocessing(name: str, location: Path, trained: Checkpoint | None) -> dict[str, Any]:
+def _stored_preprocessing(model_name: str, location: Path, checkpoint: Checkpoint | None) -> dict[str, Any]:
     """Return the preprocessing stored with the weights, with timm's keys.
 
     Raises:
         ValueError: If the weights belong to a different architecture.
     """
-    if trained:
-        record = trained.manifest.get("preprocessing", {})
-        is_legacy = record.get("interpolation") == LEGACY
-        return {key: record[key] for key in ("mean", "std")} if is_legacy else record
+    if checkpoint:
+        preprocessing = checkpoint.manifest.get("preprocessing", {})
+        if preprocessing.get("interpolation") == LEGACY:
+            return {key: preprocessing[key] for key in ("mean", "std")}
+        return preprocessing
     published = read_published(location)
     if published is None:
         return {}
-    if published.architecture != name.partition(".")[0]:
+    architecture, _, _ = model_name.partition(".")
+    if published.architecture != architecture:
         raise ValueError(
-            f"--weights {shortest(location)} contains a {published.architecture} model, but --model is"
-            f" {name}. Use --model {published.architecture}."
+            f"--weights {shortest(location)} contains a {published.architecture} model,"
+            f" but --model is {model_name}. Use --model {published.architecture}."
         )
-    return published.data
+    return published.preprocessing_settings
 
 
-def _wrapper_prefix(names: list[str]) -> str:
-    """Return the prefix that model wrappers add to all tensor names, for example `module._orig_mod.`."""
-    prefix = ""
-    while names:
-        longer_prefixes = (prefix + wrapper_prefix for wrapper_prefix in WRAPPER_PREFIXES)
-        shared = [longer for longer in longer_prefixes if all(name.startswith(longer) for name in names)]
-        if not shared:
-            break
-        prefix = shared[0]
-    return prefix
-
-
-def _open_weights(file: Path) -> TensorFile:
+def _open_weights(weight_file: Path) -> TensorFile:
     try:
-        weights = TensorFile(file)
+        return TensorFile(weight_file)
     except ValueError:
-        if not file.is_file():
+        if not weight_file.is_file():
             raise
-        with open(file, "rb") as binary_file:
-            first_bytes = binary_file.read(2)
+        with open(weight_file, "rb") as binary_file:
+            first_bytes = binary_file.read(max(map(len, PICKLE_PREFIXES)))
         if not first_bytes.startswith(PICKLE_PREFIXES):
             raise
-        command = shlex.join(["python", "-c", CONVERSION, str(file), str(file.with_suffix(".safetensors"))])
+        safetensors_file = weight_file.with_suffix(".safetensors")
+        conversion = ["python", "-c", PICKLE_CONVERSION_CODE, str(weight_file), str(safetensors_file)]
         raise ValueError(
-            f"{file} is a pickle file, which can execute code when it is loaded. Convert the file to"
-            f" safetensors in an isolated environment such as a container: {command}"
+            f"{weight_file} is a pickle file, which can execute code when it is loaded. Convert the file to"
+            f" safetensors in an isolated environment such as a container: {shlex.join(conversion)}"
         ) from None
-    return weights

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onecurve.checkpoint import format as checkpoints
-from onecurve.checkpoint.format import JSON_LIMIT_BYTES, Checkpoint, step_of, steps_in
+from onecurve.checkpoint.format import JSON_LIMIT_BYTES, Checkpoint, step_from_name, steps_in
 from onecurve.flags.recipe import Recipe, recipe_part
 from onecurve.run.identity import (
     has_finished,
@@ -146,7 +146,7 @@ class RunFolder:
         """Open the S3 mirror, and find the checkpoint from which the run resumes."""
         for subfolder_name in SUBFOLDERS:
             refuse_link(self.path / subfolder_name)
-        checkpoints.remove_temporary(self.path / "checkpoints")
+        checkpoints.remove_temporary_folders(self.path / "checkpoints")
         if self.recipe.s3:
             from onecurve.checkpoint.mirror import Mirror
             from onecurve.system.s3 import ObjectStore
@@ -350,12 +350,12 @@ def _other_runs_checkpoint(folder: Path, resume: str, heartbeat: Heartbeat) -> C
         temporary_folder = folder / "checkpoints" / ".step_others"
         if fetch_newest(ObjectStore(resume), temporary_folder, -1, heartbeat) is not None:
             checkpoint = checkpoints.newest(temporary_folder, heartbeat)
-    elif step_of(resume_path.resolve().name) is not None:
+    elif step_from_name(resume_path.resolve().name) is not None:
         return checkpoints.verify(resume_path.resolve(), heartbeat)
     else:
         for candidate_parent in (resume_path / "checkpoints", resume_path):
             if steps_in(candidate_parent):
-                checkpoint = checkpoints.newest(candidate_parent, heartbeat, ours=False)
+                checkpoint = checkpoints.newest(candidate_parent, heartbeat, is_owner=False)
                 break
     if checkpoint is None:
         hint = "" if "://" in resume else ". Specify a run folder, or one of the run's checkpoints/step_*"

@@ -18,7 +18,7 @@ import torch
 from accelerate.utils import gather_object
 
 from onecurve import __version__
-from onecurve.checkpoint.format import Checkpoint, remove_temporary, steps_in
+from onecurve.checkpoint.format import Checkpoint, remove_temporary_folders, steps_in
 from onecurve.checkpoint.saver import Saver
 from onecurve.checkpoint.training import TrainingState
 from onecurve.distributed import strategy as job
@@ -318,7 +318,7 @@ class RunSetup:
         checkpoint = None if run_folder.starts_from_other_run else run_folder.checkpoint
         with explaining_write_errors("the log", run_folder.path):
             # Remove temporary folders, such as a checkpoint that was downloaded from a different run.
-            remove_temporary(run_folder.path / "checkpoints")
+            remove_temporary_folders(run_folder.path / "checkpoints")
             path_flags = flags_where(type(self.recipe), "is_path")
             add_start(run_folder.path, start_line, checkpoint.manifest if checkpoint else None, path_flags)
             (run_folder.path / "result.json").unlink(missing_ok=True)
@@ -337,7 +337,7 @@ class RunSetup:
                 self.recipe, len(self.classes), recipe_file["devices"], recipe_file["mixed_precision"]
             )
             self._warn_if_export_would_fail()
-        parameter_count = sum(map(math.prod, self.training.gathering.shapes.values()))
+        parameter_count = sum(map(math.prod, self.training.gatherer.shapes.values()))
         end_entries: EndEntries = {"parameters": parameter_count}
         job_parts = (self.accelerator, self.recipe, self.batch)
         self.main_record = MainRecord(

@@ -46,13 +46,15 @@ def known_devices() -> tuple[Device, ...]:
     """Return the entries of devices.yaml."""
     import yaml
 
-    return tuple(Device(name, **row) for name, row in yaml.safe_load(DEVICES_FILE.read_text()).items())
+    entry_by_name = yaml.safe_load(DEVICES_FILE.read_text())
+    return tuple(Device(name, **entry) for name, entry in entry_by_name.items())
 
 
-def find_device(name: str) -> Device | None:
+def find_device(torch_name: str) -> Device | None:
     """Return the entry for a device name from torch, or None if devices.yaml does not contain the device."""
-    matching_devices = (device for device in known_devices() if f"{name}-".startswith(f"{device.name}-"))
-    return max(matching_devices, key=lambda device: len(device.name), default=None)
+    # "Tesla V100-PCIE-16GB" matches the entry "Tesla V100-PCIE", but "NVIDIA L40" does not match "NVIDIA L4".
+    matches = [device for device in known_devices() if f"{torch_name}-".startswith(f"{device.name}-")]
+    return max(matches, key=lambda device: len(device.name), default=None)
 
 
 def flops_per_image(build_model: Callable[[], nn.Module], image_size: int) -> float:
@@ -63,9 +65,9 @@ def flops_per_image(build_model: Callable[[], nn.Module], image_size: int) -> fl
     """
     with torch.device("meta"):
         model, images = build_model(), torch.zeros(2, 3, image_size, image_size)
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as flop_counter:
         model(images).sum().backward()
-    return counter.get_total_flops() / len(images)
+    return flop_counter.get_total_flops() / len(images)
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Utilisation:
         return 100 * images_per_s * self.flops_per_image / self.peak_flops if self.peak_flops else None
 
 
-def utilisation(recipe: Recipe, classes: int, devices: list[str], precision: str) -> Utilisation | None:
+def utilisation(recipe: Recipe, class_count: int, devices: list[str], precision: str) -> Utilisation | None:
     """Return the FLOPs and the peak performance from which the running train script's MFU is computed.
 
     The function returns None for a script without images or without build_model, and if the image size
@@ -88,7 +90,7 @@ def utilisation(recipe: Recipe, classes: int, devices: list[str], precision: str
 
     Args:
         recipe: Recipe of the run.
-        classes: Number of classes.
+        class_count: Number of classes.
         devices: Device names of all processes, as torch reports them.
         precision: Value of --mixed_precision.
     """
@@ -96,41 +98,45 @@ def utilisation(recipe: Recipe, classes: int, devices: list[str], precision: str
     if build_model is None or recipe.train_sizes or not isinstance(recipe, ImageRecipe):
         return None
     untrained_recipe = copy.copy(recipe)  # dataclasses.replace() would refuse --freeze without weights
-    weight_flags = flags_where(type(recipe), "initial_weights")
-    for field in dataclasses.fields(recipe):
-        if field.name in weight_flags:
-            object.__setattr__(untrained_recipe, field.name, switched_off(field))
+    initial_weight_flags = flags_where(type(recipe), "initial_weights")
+    for recipe_field in dataclasses.fields(recipe):
+        if recipe_field.name in initial_weight_flags:
+            object.__setattr__(untrained_recipe, recipe_field.name, switched_off(recipe_field))
     try:
-        flops_of_image = flops_per_image(partial(build_model, untrained_recipe, classes), recipe.image_size)
+        build_untrained_model = partial(build_model, untrained_recipe, class_count)
+        model_flops_per_image = flops_per_image(build_untrained_model, recipe.image_size)
     except Exception as error:  # Models may raise many types of errors
         log.info(f"the operations of the model can't be counted: {type(error).__name__}: {error}")
         return None
-    return Utilisation(flops_of_image, total_peak_flops(devices, precision))
+    return Utilisation(model_flops_per_image, total_peak_flops(devices, precision))
 
 
-def total_peak_flops(devices: list[str], precision: str) -> float | None:
+def total_peak_flops(device_names: list[str], precision: str) -> float | None:
     """Return the total peak performance of the devices, or log unknown GPUs and return None."""
-    flops_by_device = {name: peak_flops(name, precision) for name in dict.fromkeys(devices)}
+    flops_by_device = {name: peak_flops(name, precision) for name in dict.fromkeys(device_names)}
     if unknown_devices := [name for name, device_flops in flops_by_device.items() if device_flops is None]:
-        if not unknown_devices[0].startswith("CPU"):
+        first_unknown_device, *_ = unknown_devices
+        if not first_unknown_device.startswith("CPU"):
             log.info(
                 f"the MFU is unknown, because {shortest(DEVICES_FILE)} contains no peak performance of"
                 f" {', '.join(unknown_devices)} in this precision"
             )
         return None
-    return sum(flops_by_device[name] or 0.0 for name in devices)
+    return sum(flops_by_device[name] or 0.0 for name in device_names)
 
 
-def peak_flops(name: str, precision: str) -> float | None:
+def peak_flops(device_name: str, precision: str) -> float | None:
     """Return the peak operations per second of a device, or None if devices.yaml does not contain the device.
 
     Args:
-        name: Name of the device, as torch reports it.
+        device_name: Name of the device, as torch reports it.
         precision: Value of --mixed_precision.
     """
-    device = find_device(name)
-    fp32 = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"
-    dtype = fp32 if precision == "no" else precision
+    device = find_device(device_name)
+    if device is None:
+        return None
+    fp32_format = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"
+    dtype_name = fp32_format if precision == "no" else precision
     # A device without TF32 units computes in fp32 instead.
-    tflops_by_dtype = {} if device is None else {"tf32": device.peaks["fp32"]} | device.peaks
-    return 1e12 * tflops_by_dtype[dtype] if dtype in tflops_by_dtype else None
+    tflops_by_dtype = {"tf32": device.peaks["fp32"]} | device.peaks
+    return 1e12 * tflops_by_dtype[dtype_name] if dtype_name in tflops_by_dtype else None

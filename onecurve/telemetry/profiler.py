@@ -15,32 +15,38 @@ from onecurve.system.files import discard, write_text
 from onecurve.system.output import log
 
 PROFILED_STEPS = 3  # Number of profiled steps
-# Name of the subfolder in the run folder, and names of its two files
-PROFILE_FOLDER, TRACE_FILE, TABLE_FILE = "profile", "trace.json.gz", "table.txt"
-TABLE_ROWS = 50  # Maximum number of operators in the table
+PROFILE_FOLDER = "profile"  # Name of the subfolder in the run folder
+TRACE_FILE, TABLE_FILE = "trace.json.gz", "table.txt"
+MAX_TABLE_ROWS = 50  # Maximum number of operators in the table
 
 
-def begin_profile(device: torch.device, first: int, steps: Steps, folder: Path | None) -> "Profile | None":
-    """Return a profile that begins at step `first`, or None if a resumed run has already completed this step.
+def begin_profile(
+    device: torch.device, first_step: int, steps: Steps, run_folder: Path | None
+) -> "Profile | None":
+    """Return a profile that begins at `first_step`, or None if a resumed run has already completed this step.
 
     Args:
         device: Device of this process.
-        first: First profiled step, counted from 1.
+        first_step: First profiled step, counted from 1.
         steps: Remaining steps of the run.
-        folder: Folder of the run on the main process, and None on other processes, which are not profiled.
+        run_folder: Folder of the run on the main process, and None on other processes, which are not
+            profiled.
 
     Raises:
         ValueError: If the run ends before the last profiled step. All processes raise this error.
     """
-    if first + PROFILED_STEPS - 1 > steps.last:
+    if first_step + PROFILED_STEPS - 1 > steps.last:
         raise ValueError(
-            f"--profile {first} needs {PROFILED_STEPS} steps from step {first:,}, but the run ends at"
-            f" step {steps.last:,}. Specify --profile {steps.last - PROFILED_STEPS + 1} or less"
+            f"--profile {first_step} needs {PROFILED_STEPS} steps from step {first_step:,},"
+            f" but the run ends at step {steps.last:,}."
+            f" Specify --profile {steps.last - PROFILED_STEPS + 1} or less"
         )
-    if folder and steps.first >= first:
-        log.info(f"no new profile is recorded, because the run resumes after step {first:,}")
+    if run_folder is None:
         return None
-    return Profile(device, first, steps.first, folder) if folder else None
+    if steps.first >= first_step:
+        log.info(f"no new profile is recorded, because the run resumes after step {first_step:,}")
+        return None
+    return Profile(device, first_step, steps.first, run_folder)
 
 
 class Profile:
@@ -51,18 +57,20 @@ class Profile:
     Args:
         device: Device of this process.
         first_step: First profiled step, counted from 1.
-        done_steps: Number of steps that were completed before this process started.
-        folder: Folder of the run.
+        completed_steps: Number of steps that were completed before this process started.
+        run_folder: Folder of the run.
     """
 
-    def __init__(self, device: torch.device, first_step: int, done_steps: int, folder: Path):
-        self.first_step, self.folder = first_step, folder / PROFILE_FOLDER
-        self.skipped_steps = first_step - 1 - done_steps
-        self.steps_left = self.skipped_steps + PROFILED_STEPS  # Number of steps until the profile is written
+    def __init__(self, device: torch.device, first_step: int, completed_steps: int, run_folder: Path):
+        self.first_step, self.profile_folder = first_step, run_folder / PROFILE_FOLDER
+        self.skipped_steps = first_step - 1 - completed_steps
+        self.remaining_steps = self.skipped_steps + PROFILED_STEPS  # Steps until the profile is written
         self.is_on_gpu = device.type == "cuda"
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.is_on_gpu else [])]
+        activities = [ProfilerActivity.CPU]
+        if self.is_on_gpu:
+            activities.append(ProfilerActivity.CUDA)
         self.profiler = profile(
-            activities=activities, schedule=self._action_at, on_trace_ready=self._write_files
+            activities=activities, schedule=self._action_at, on_trace_ready=self._write_profile
         )
         self.profiler.start()
 
@@ -72,30 +80,32 @@ class Profile:
         After the last profiled step, this method writes the profile. Call this method before the step is
         logged.
         """
-        if self.steps_left:
-            self.steps_left -= 1
+        if self.remaining_steps:
+            self.remaining_steps -= 1
             self.profiler.step()
 
-    def _action_at(self, step: int) -> ProfilerAction:
+    def _action_at(self, process_step: int) -> ProfilerAction:
         """Return the profiler's action for a step, counted from 0 in this process."""
-        profiled_step = step - self.skipped_steps  # 0 for the first profiled step
+        profiled_step = process_step - self.skipped_steps  # 0 for the first profiled step
         if profiled_step == PROFILED_STEPS - 1:
             return ProfilerAction.RECORD_AND_SAVE
-        return ProfilerAction.RECORD if 0 <= profiled_step < PROFILED_STEPS else ProfilerAction.NONE
+        is_profiled = 0 <= profiled_step < PROFILED_STEPS
+        return ProfilerAction.RECORD if is_profiled else ProfilerAction.NONE
 
-    def _write_files(self, profiler: profile) -> None:
+    def _write_profile(self, profiler: profile) -> None:
         """Write the trace and the table. An error is logged but does not end training."""
         try:
-            self.folder.mkdir(exist_ok=True)
-            discard(self.folder / TRACE_FILE)  # The profiler would follow a symbolic link
-            profiler.export_chrome_trace(str(self.folder / TRACE_FILE))
-            sort_by = f"self_{'device' if self.is_on_gpu else 'cpu'}_time_total"
-            table = profiler.key_averages().table(sort_by=sort_by, row_limit=TABLE_ROWS)
-            write_text(self.folder / TABLE_FILE, f"{table}\n")
-            steps = f"{self.first_step:,} to {self.first_step + PROFILED_STEPS - 1:,}"
+            self.profile_folder.mkdir(exist_ok=True)
+            trace_file = self.profile_folder / TRACE_FILE
+            discard(trace_file)  # The profiler would follow a symbolic link
+            profiler.export_chrome_trace(str(trace_file))
+            sort_key = "self_device_time_total" if self.is_on_gpu else "self_cpu_time_total"
+            operator_table = profiler.key_averages().table(sort_by=sort_key, row_limit=MAX_TABLE_ROWS)
+            write_text(self.profile_folder / TABLE_FILE, f"{operator_table}\n")
+            step_range = f"{self.first_step:,} to {self.first_step + PROFILED_STEPS - 1:,}"
             log.info(
-                f"the profile of steps {steps} is in {self.folder / TRACE_FILE}. Open this file in"
-                " https://ui.perfetto.dev"
+                f"the profile of steps {step_range} is in {trace_file}."
+                " Open this file in https://ui.perfetto.dev"
             )
         except Exception as error:  # The disk or the profiler may cause many types of errors
             log.info(f"the profile could not be written: {type(error).__name__}: {error}")

@@ -7,6 +7,7 @@ from typing import TypedDict
 
 from onecurve.system.files import json_lines
 
+JOULES_PER_WH = 3600
 HOST_MEASUREMENTS = (
     "cpu_pct",
     "memory_gib",
@@ -46,13 +47,13 @@ class MeasurementTotals:
 
     count: int = 0
     total: float = 0.0
-    largest: float | None = None
+    maximum: float | None = None
 
-    def add(self, value: float | None) -> None:
+    def add(self, measurement: float | None) -> None:
         """Add a number to the stream, or ignore None."""
-        if value is not None:
-            self.count, self.total = self.count + 1, self.total + value
-            self.largest = value if self.largest is None else max(self.largest, value)
+        if measurement is not None:
+            self.count, self.total = self.count + 1, self.total + measurement
+            self.maximum = measurement if self.maximum is None else max(self.maximum, measurement)
 
     @property
     def mean(self) -> float | None:
@@ -65,23 +66,27 @@ class GpuEnergy:
     """Energy used by one GPU in one start. Without a counter on the GPU, the power is integrated."""
 
     counted_wh: float | None = None
-    joules: float = 0.0
-    last_sample: tuple[float, float] | None = None  # (time in s, power in W)
+    integrated_joules: float = 0.0
+    last_power_sample: tuple[float, float] | None = None  # (time in s, power in W)
 
-    def add(self, time_s: float, counted_wh: float | None, power_w: float | None) -> None:
-        self.counted_wh = self.counted_wh if counted_wh is None else counted_wh
+    def add_sample(self, time_s: float, counted_wh: float | None, power_w: float | None) -> None:
+        if counted_wh is not None:
+            self.counted_wh = counted_wh
         if power_w is not None:
-            if self.last_sample:
-                self.joules += (time_s - self.last_sample[0]) * (power_w + self.last_sample[1]) / 2
-            self.last_sample = time_s, power_w
+            if self.last_power_sample:
+                last_time_s, last_power_w = self.last_power_sample
+                self.integrated_joules += (time_s - last_time_s) * (power_w + last_power_w) / 2
+            self.last_power_sample = time_s, power_w
 
     @property
-    def wh(self) -> float | None:
+    def energy_wh(self) -> float | None:
         """Energy in Wh, or None if the energy is unknown."""
-        return self.counted_wh if self.counted_wh is not None else self.last_sample and self.joules / 3600
+        if self.counted_wh is not None:
+            return self.counted_wh
+        return None if self.last_power_sample is None else self.integrated_joules / JOULES_PER_WH
 
 
-def summarize(file: Path) -> HostSummary:
+def summarize(telemetry_file: Path) -> HostSummary:
     """Summarize one telemetry-<host>.jsonl over all starts of a run.
 
     Returns:
@@ -94,53 +99,56 @@ def summarize(file: Path) -> HostSummary:
         ValueError: If the file contains lines that are not telemetry.
     """
     sample_count, gpu_count, start_count = 0, 0, 0
-    measurements: dict[str, MeasurementTotals] = defaultdict(MeasurementTotals)
-    reasons: set[str] = set()
-    energies: dict[tuple[int, int], GpuEnergy] = defaultdict(GpuEnergy)  # {(start, GPU index): energy}
+    totals: dict[str, MeasurementTotals] = defaultdict(MeasurementTotals)
+    throttle_reasons: set[str] = set()
+    gpu_energies: dict[tuple[int, int], GpuEnergy] = defaultdict(GpuEnergy)  # {(start, GPU index): energy}
     try:
-        for entry in json_lines(file):
-            if "host" in entry:
+        for entry in json_lines(telemetry_file):
+            is_header = "host" in entry
+            if is_header:
                 start_count, gpu_count = start_count + 1, len(entry["devices"])
                 continue
             sample_count += 1
             for name in HOST_MEASUREMENTS:
-                measurements[name].add(entry[name])
+                totals[name].add(entry[name])
             for gpu in entry.get("gpus", []):
                 for name in GPU_MEASUREMENTS:
-                    measurements[f"gpu_{name}"].add(gpu[name])
+                    totals[f"gpu_{name}"].add(gpu[name])
                 throttled_pct = None if gpu["throttle"] is None else 100 * bool(gpu["throttle"])
-                measurements["throttled"].add(throttled_pct)
-                reasons.update(gpu["throttle"] or ())
-                energies[start_count, gpu["index"]].add(entry["t"], gpu["energy_wh"], gpu["power_w"])
+                totals["throttled"].add(throttled_pct)
+                throttle_reasons.update(gpu["throttle"] or ())
+                gpu_energy = gpu_energies[start_count, gpu["index"]]
+                gpu_energy.add_sample(entry["t"], gpu["energy_wh"], gpu["power_w"])
     except (KeyError, TypeError, AttributeError):
-        raise ValueError(f"{file} contains lines that are not telemetry") from None
+        raise ValueError(f"{telemetry_file} contains lines that are not telemetry") from None
     return {
-        "host": file.stem.removeprefix("telemetry-"),
+        "host": telemetry_file.stem.removeprefix("telemetry-"),
         "samples": sample_count,
         "gpus": gpu_count,
-        "utilisation_pct": measurements["gpu_utilisation_pct"].mean,
-        "gpu_memory_gib": measurements["gpu_memory_gib"].largest,
-        "power_w": measurements["gpu_power_w"].mean,
-        "temperature_c": measurements["gpu_temperature_c"].largest,
-        "sm_clock_mhz": measurements["gpu_sm_clock_mhz"].mean,
-        "throttled_pct": measurements["throttled"].mean,
-        "throttle": sorted(reasons),
-        "energy_wh": _complete_sum([energy.wh for energy in energies.values()]),
-        "cpu_pct": measurements["cpu_pct"].mean,
-        "net_sent_mib_s": measurements["net_sent_mib_s"].mean,
-        "net_received_mib_s": measurements["net_received_mib_s"].mean,
-        "disk_read_mib_s": measurements["disk_read_mib_s"].mean,
-        "disk_written_mib_s": measurements["disk_written_mib_s"].mean,
-        "memory_gib": measurements["memory_gib"].largest,
+        "utilisation_pct": totals["gpu_utilisation_pct"].mean,
+        "gpu_memory_gib": totals["gpu_memory_gib"].maximum,
+        "power_w": totals["gpu_power_w"].mean,
+        "temperature_c": totals["gpu_temperature_c"].maximum,
+        "sm_clock_mhz": totals["gpu_sm_clock_mhz"].mean,
+        "throttled_pct": totals["throttled"].mean,
+        "throttle": sorted(throttle_reasons),
+        "energy_wh": _sum_unless_unknown([gpu_energy.energy_wh for gpu_energy in gpu_energies.values()]),
+        "cpu_pct": totals["cpu_pct"].mean,
+        "net_sent_mib_s": totals["net_sent_mib_s"].mean,
+        "net_received_mib_s": totals["net_received_mib_s"].mean,
+        "disk_read_mib_s": totals["disk_read_mib_s"].mean,
+        "disk_written_mib_s": totals["disk_written_mib_s"].mean,
+        "memory_gib": totals["memory_gib"].maximum,
     }
 
 
 def energy_wh(summaries: list[HostSummary]) -> float | None:
     """Return all hosts' total energy in Wh, or None if there are no GPUs or a host's energy is unknown."""
-    return _complete_sum([host["energy_wh"] for host in summaries if host["gpus"]])
+    return _sum_unless_unknown([host["energy_wh"] for host in summaries if host["gpus"]])
 
 
-def _complete_sum(values: list[float | None]) -> float | None:
-    """Return the sum of the numbers, or None if the list is empty or contains None."""
-    measured_values = [value for value in values if value is not None]
-    return sum(measured_values) if measured_values and len(measured_values) == len(values) else None
+def _sum_unless_unknown(energies_wh: list[float | None]) -> float | None:
+    """Return the total energy in Wh, or None if the list is empty or contains None."""
+    known_energies_wh = [energy for energy in energies_wh if energy is not None]
+    are_all_known = 0 < len(known_energies_wh) == len(energies_wh)
+    return sum(known_energies_wh) if are_all_known else None

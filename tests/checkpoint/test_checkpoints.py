@@ -165,14 +165,14 @@ def test_gives_up_after_three_restarts_without_a_new_checkpoint(stoppable, tmp_p
 
 # --- Failures while the shards of a checkpoint are gathered
 
-SENT = "                        self._transfer(dist.send, sent_message, 0)\n"
-ONCE = f"""                        import os, signal, subprocess
-                        if self.rank == 1 and os.path.isdir(os.environ["SAVED"]):
-                            FAULT
+SENT = "                    self._transfer(dist.send, sent_message, MAIN_RANK)\n"
+ONCE = f"""                    import os, signal, subprocess
+                    if self.rank == 1 and os.path.isdir(os.environ["SAVED"]):
+                        FAULT
 {SENT}"""
 # Code that stops the process and kills it after 9 s, because torchrun would wait 30 s for the process to end
 STOP = """subprocess.Popen(["sh", "-c", f"sleep 9; kill -9 {os.getpid()}"], start_new_session=True)
-                            os.kill(os.getpid(), signal.SIGSTOP)"""
+                        os.kill(os.getpid(), signal.SIGSTOP)"""
 FAULTS = {
     "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "died without an error message"),
     "stopped": (STOP, "the job hangs: rank 1 .* is silent: a signal stopped the process"),
@@ -480,7 +480,7 @@ def test_links_are_not_followed_when_checkpoints_are_removed(straight, tmp_path,
     kept = sorted(elsewhere.rglob("*"))
     for name in (".step_00000004.old", ".step_00000008.tmp", "step_00000004"):
         (parent / name).symlink_to(elsewhere)
-    checkpoints.remove_temporary(parent)
+    checkpoints.remove_temporary_folders(parent)
     checkpoints.remove_checkpoint(parent / "step_00000004")
     link = f"{parent}/step_00000004"
     message = f"Removing only the symbolic link {link}. The linked folder {elsewhere} is kept."

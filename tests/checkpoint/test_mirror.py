@@ -284,7 +284,7 @@ PAUSES = {
 def test_a_paused_owner_does_not_remove_its_successors_files(pause, bucket, mirror, tmp_path):
     """Pause a run's owner while it uploads step 16 and a successor trains from step 14 to step 20."""
     owner = Lease(PrefixRecord(mirror.store), lambda: None)
-    mirror.lost = owner.check_owner
+    mirror.takeover_error = owner.check_owner
     send(mirror, 14)
     (tmp_path / "run" / "result.json").write_text("{}")
     successor = Mirror(bucket.store, tmp_path / "run")

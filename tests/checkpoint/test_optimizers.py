@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from onecurve.checkpoint.optimizer_trial import try_out
+from onecurve.checkpoint.optimizer_trial import run_optimizer_trial
 from onecurve.distributed.layout import Layout, _ZeroLayout
 from tests.conftest import STRATEGIES, Job, latest, mutate, python, rows_of, run, tensors
 from tests.support.optimizers import CASES
@@ -210,10 +210,10 @@ def test_flat_partitions_need_an_elementwise_optimizer(make, reason):
     model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Linear(7, 11))
     layout = Flat(model, SimpleNamespace(optimizer=make(model.parameters(), lr=0.01)))
     if reason is None:
-        assert try_out(layout).state_names()
+        assert run_optimizer_trial(layout).state_names()
     else:
         with pytest.raises(ValueError, match=reason):
-            try_out(layout)
+            run_optimizer_trial(layout)
 
 
 class Rows(Layout):
@@ -238,14 +238,14 @@ def test_with_same_bits_shards_match_whole_parameters_or_are_refused(make):
     """
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Linear(64, 64))
     layout = Rows(model, SimpleNamespace(optimizer=make(model.parameters(), lr=0.01)))
-    try_out(layout)
+    run_optimizer_trial(layout)
     if make in ELEMENTWISE:
-        assert try_out(layout, needs_bitwise=True).state_names() is not None
+        assert run_optimizer_trial(layout, needs_bitwise=True).state_names() is not None
     else:
         with pytest.raises(
             ValueError, match="can't be used on shards: updates of shards are not bitwise identical"
         ):
-            try_out(layout, needs_bitwise=True)
+            run_optimizer_trial(layout, needs_bitwise=True)
 
 
 class Listing(torch.optim.SGD):
@@ -280,7 +280,9 @@ def test_state_that_a_checkpoint_cannot_store_is_refused_before_the_first_step(o
     model = nn.Linear(3, 2)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(ValueError, match=re.escape(reason)) as refusal:
-        try_out(Layout(model, SimpleNamespace(optimizer=optimizer_class(model.parameters(), lr=0.1))))
+        run_optimizer_trial(
+            Layout(model, SimpleNamespace(optimizer=optimizer_class(model.parameters(), lr=0.1)))
+        )
     assert optimizer_class.__name__ in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert_equal(model.state_dict(), before, "the trial changed the model")
@@ -291,9 +293,9 @@ def test_a_trial_changes_nothing_and_lists_the_optimizers_state():
     model.scale = nn.Parameter(torch.ones(()))
     optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
     layout = Layout(model, SimpleNamespace(optimizer=optimizer))
-    trial = try_out(layout)
+    trial = run_optimizer_trial(layout)
     assert trial.state_names() == ["step", "sum"]
-    assert trial.shaped["0.weight"] == {"sum": torch.float32}
+    assert trial.shaped_dtypes["0.weight"] == {"sum": torch.float32}
     assert all((state["sum"] == 0.5).all() for state in optimizer.state.values())
     assert layout.changed_groups() == [{}]
     assert all(p.grad is None for p in model.parameters())

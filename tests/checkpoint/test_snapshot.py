@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from onecurve.checkpoint.gather import Gather
+from onecurve.checkpoint.gather import PieceGatherer
 from onecurve.checkpoint.snapshot import CHUNK_BYTES, Snapshot
 from onecurve.checkpoint.training import TrainingState
 from onecurve.run.ending import is_out_of_memory
@@ -66,10 +66,10 @@ def test_a_pinned_snapshot_uses_whole_pages_instead_of_a_power_of_two(cudart, tm
 
 
 def test_a_write_leaves_most_of_its_core_to_the_training(tmp_path):
-    waits, gathering = [], Gather.__new__(Gather)
+    waits, gatherer = [], PieceGatherer.__new__(PieceGatherer)
     # Return immediately while a training step is waiting
-    gathering.hurry = SimpleNamespace(wait=waits.append)
-    Snapshot({"x": (torch.uint8, (2 * CHUNK_BYTES + 1,))}, False, gathering.pause).write(tmp_path / "file")
+    gatherer.pauses_disabled = SimpleNamespace(wait=waits.append)
+    Snapshot({"x": (torch.uint8, (2 * CHUNK_BYTES + 1,))}, False, gatherer.pause).write(tmp_path / "file")
     assert [wait > 0 for wait in waits] == [True] * 3
 
 

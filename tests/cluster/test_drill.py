@@ -15,15 +15,17 @@ TO_S3 = ["--env", "AWS_ENDPOINT_URL", "--env", "AWS_ACCESS_KEY_ID", "--env", "AW
 TO_S3 += ["--env", "NO_PROXY"]
 # Code changes that make a fault's table row wrong. MUTANTS lists the changes by fault, and the drill
 # must detect each change.
-WAIT_FOR_UPLOAD = "self.mirror.offer(step, best)\n                self.mirror.wait(1e9)\n"
+WAIT_FOR_UPLOAD = "self.mirror.offer(step, best_step)\n                self.mirror.wait(1e9)\n"
 NOT_WRITTEN = "        except OSError as error:\n"
-REMOVE_ALL = "            for old in steps_in(parent):\n"
-REMOVE_ALL += "                checkpoints.remove_checkpoint(parent / step_name(old))\n"
+REMOVE_ALL = "            for old in steps_in(checkpoints_folder):\n"
+REMOVE_ALL += "                checkpoints.remove_checkpoint(checkpoints_folder / step_name(old))\n"
 BATCH = "    batch = elastic_batch(job)\n"
 WITHOUT_TIMEOUT = "    job = __import__('dataclasses').replace(job, timeout_s=9999)\n"
-FILL = 'return send_tensor(f"{parameter}/{name}", shape, dtype)'
+FILL = 'return broadcast_from_main(f"{parameter}/{state_name}", shape, dtype)'
 MUTANTS = {
-    "kill-rank": [("onecurve/checkpoint/optimizer_state.py", FILL, FILL.replace("send_", "0 * send_"))],
+    "kill-rank": [
+        ("onecurve/checkpoint/optimizer_state.py", FILL, FILL.replace("broadcast", "0 * broadcast"))
+    ],
     "kill-agent": [("onecurve/system/processes.py", "SIG, signal.SIGTERM", "SIG, signal.SIGKILL")],
     "cut-cable": [
         (
@@ -44,7 +46,7 @@ MUTANTS = {
     ],
     "preempt": [("onecurve/run/ending.py", "        session.flush()", "        pass")],
     "silence-s3": [
-        ("onecurve/checkpoint/saver.py", "self.mirror.offer(step, best)\n", WAIT_FOR_UPLOAD),
+        ("onecurve/checkpoint/saver.py", "self.mirror.offer(step, best_step)\n", WAIT_FOR_UPLOAD),
         ("onecurve/system/s3.py", "READ_TIMEOUT_S = 15 ", "READ_TIMEOUT_S = 999 "),
     ],
 }

@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from logbook import read_mark
-from onecurve.checkpoint.format import MANIFEST_FILE, STATE_FILE, Checkpoint, check_manifest, parse_step_index
+from onecurve.checkpoint.format import (
+    MANIFEST_FILE,
+    STATE_FILE,
+    Checkpoint,
+    parse_checkpoint_manifest,
+    parse_step_index,
+)
 from onecurve.data.cache import prepare_data
 from onecurve.data.images import open_images
 from onecurve.data.shards import parse_manifest
@@ -114,7 +120,7 @@ def deep_restart(file: Path) -> None:
 READERS = {  # Reader of each file. Readers that continue without the file report an error in this test.
     "any.json": read_json,
     STATE_FILE: lambda file: RunState.read(Checkpoint(file.parent, {"step": 1})),
-    MANIFEST_FILE: lambda file: check_manifest(file.read_bytes(), file.parent),
+    MANIFEST_FILE: lambda file: parse_checkpoint_manifest(file.read_bytes(), file.parent),
     "index.json": lambda file: parse_step_index(file.read_bytes(), file),
     "shards.json": lambda file: parse_manifest(file.read_bytes(), str(file)),
     "search.json": read_search,

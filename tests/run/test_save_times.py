@@ -29,8 +29,8 @@ class Simulation:
         for module in (session_module, saver_module):
             monkeypatch.setattr(module.time, "monotonic", lambda: self.now_s)
         self.written: list[tuple[int, float]] = []  # Step of each checkpoint and time at which it was written
-        gathering = SimpleNamespace(hurry=threading.Event())
-        training = SimpleNamespace(take=dict, scalars=dict, allocate=list, expected=list, gathering=gathering)
+        gatherer = SimpleNamespace(pauses_disabled=threading.Event())
+        training = SimpleNamespace(take=dict, scalars=dict, allocate=list, expected=list, gatherer=gatherer)
         saver = Saver(training, Path("nowhere"), {})
 
         def submit(work, step, *to_write) -> Future:

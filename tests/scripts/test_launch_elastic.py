@@ -15,7 +15,7 @@ import pytest
 
 from cluster import virtual_hosts as hosts
 from cluster.drill import ranks_on
-from onecurve.checkpoint.format import step_name, step_of, steps_in
+from onecurve.checkpoint.format import step_from_name, step_name, steps_in
 from onecurve.numerics.order import order
 from tests.conftest import ROOT, Job, latest, lines, metrics, result, run, wait_until
 from tests.scripts.test_launch import OTHER_CODE, launcher_of, wait_until_empty
@@ -146,7 +146,7 @@ class ElasticTraining:
         """Compare losses after each change of hosts with a one-process resume from the same checkpoint."""
         records = logged(self.folder)
         for checkpoint in sorted(self.kept.iterdir()):
-            first = step_of(checkpoint.name)
+            first = step_from_name(checkpoint.name)
             replay = self._train_alone(tmp_path / f"replay{first}", first + REPLAYED, "--resume", checkpoint)
             # The replay ends inside a logging window and therefore lacks the last log lines.
             common_steps = records.keys() & replay.keys()

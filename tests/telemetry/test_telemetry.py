@@ -119,7 +119,7 @@ def test_a_write_error_is_reported_once_and_stops_nothing(tmp_path, capsys):
     for host in "ab":
         (tmp_path / f"telemetry-{host}.jsonl").mkdir()
     telemetry = telemetry_of(tmp_path, interval_s=0.05)
-    wait_until(lambda: not telemetry.thread.is_alive())
+    wait_until(lambda: not telemetry.sampling_thread.is_alive())
     for _ in range(2):
         telemetry.append([("telemetry-b.jsonl", "{}\n")])
         assert telemetry.summaries() == []
@@ -137,7 +137,7 @@ def test_nvidia_smi_is_called_at_the_start_and_in_the_middle(answers, tmp_path, 
     script.write_text("#!/bin/sh\n" + ('echo "answer to $*"' if answers else "exec sleep 1000") + "\n")
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(sampling, "NVIDIA_SMI_S", 60 if answers else 0.2)
+    monkeypatch.setattr(sampling, "NVIDIA_SMI_TIMEOUT_S", 60 if answers else 0.2)
     step = 3
     telemetry = telemetry_of(tmp_path, interval_s=0.01, step=lambda: step, steps=20)
     file = tmp_path / "telemetry-a.jsonl"
@@ -304,4 +304,4 @@ def test_hosts_with_equal_names_are_distinguished():
     hosts = sampled_hosts([ProcessInfo(n, i, "X", f"{k}{i}") for k, n in enumerate(names) for i in (0, 1)])
     assert [host.name for host in hosts] == ["node_1", "node_1-2", "localhost", "localhost-2", ".."]
     assert [host.first_rank for host in hosts] == [0, 2, 4, 6, 8]
-    assert list(hosts[1].gpus) == ["10", "11"]
+    assert list(hosts[1].gpu_name_by_uuid) == ["10", "11"]

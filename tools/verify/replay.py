@@ -340,7 +340,7 @@ def _checkpoint_folder(record: RunRecord, step: int) -> Path:
 
 def _read_manifest(record: RunRecord, step: int) -> dict[str, Any]:
     folder = _checkpoint_folder(record, step)
-    return checkpoints.check_manifest((folder / checkpoints.MANIFEST_FILE).read_bytes(), folder)
+    return checkpoints.parse_checkpoint_manifest((folder / checkpoints.MANIFEST_FILE).read_bytes(), folder)
 
 
 def _compare_checkpoint(
@@ -377,7 +377,7 @@ def _compare_checkpoint(
             yield f"the tensors in {subject} differ from the replay's tensors in name, shape or dtype"
             continue
         for tensor_name in replay_file.shapes():
-            tensors = (file.tensor(tensor_name) for file in (run_file, replay_file))
+            tensors = (file.read_tensor(tensor_name) for file in (run_file, replay_file))
             run_tensor, replay_tensor = (tensor.double() for tensor in tensors)
             if not run_tensor.isfinite().all():
                 yield f"{tensor_name} in {subject} is not finite"

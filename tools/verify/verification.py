@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from onecurve.checkpoint.format import step_name, step_of, steps_in, verify
+from onecurve.checkpoint.format import step_from_name, step_name, steps_in, verify
 from onecurve.flags.fields import flags_where, without_removed
 from onecurve.flags.recipe import METRICS
 from onecurve.models.preprocessing import CROP_FLAGS, LEGACY
@@ -168,7 +168,7 @@ class Verification:
         if resumed_from is None:
             return {0: None}
         source, first_logged_step = Path(resumed_from).resolve(), self.record.metrics[0]["step"]
-        if (step := step_of(source.name)) is not None:
+        if (step := step_from_name(source.name)) is not None:
             return {step: source} if source.is_dir() else {}
         for checkpoints_folder in (source / "checkpoints", source):
             steps = [step for step in steps_in(checkpoints_folder) if step <= first_logged_step]
