@@ -36,7 +36,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from onecurve.system.cli import command_parser, run_command
-from onecurve.system.files import own_files
+from onecurve.system.files import files_inside
 
 SAMPLE = 16  # number of images on which the exported model is compared with the original
 ONNX_BOUND = 1e-4  # maximum absolute difference between the two models' logits
@@ -108,7 +108,7 @@ def write_curves(run: Path | None, folder: Path) -> None:
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
     from tensorboard.summary.writer.record_writer import RecordWriter
 
-    for number, file in enumerate(own_files(run, "tensorboard/events.*") if run else ()):
+    for number, file in enumerate(files_inside(run, "tensorboard/events.*") if run else ()):
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / f"events.out.tfevents.{number:04}", "wb") as target:
             for event in LegacyEventFileLoader(str(file)).Load():

@@ -44,7 +44,7 @@ import signal
 import sys
 
 from onecurve.system.cli import command_parser, run_command
-from onecurve.system.text import message_text
+from onecurve.system.text import safe_message
 from tools.prepare.preparation import INPUT_NAMES, Preparation
 
 PARTS = {"train": "the training images", "val": "the validation images", "devkit": "the development kit"}
@@ -56,7 +56,7 @@ def main() -> int:
     try:
         Preparation(parse_flags(sys.argv[1:])).run()
     except OSError as error:  # the usual cause is a full disk
-        cause = message_text(f"{error.filename}: {error.strerror}" if error.filename else error)
+        cause = safe_message(f"{error.filename}: {error.strerror}" if error.filename else error)
         print(f"error: {cause}. Fix the problem, then run the same command to resume.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -15,7 +15,7 @@ import dataclasses
 import re
 from pathlib import Path
 
-from onecurve.flags.fields import flags_elsewhere, help_of, shown_default
+from onecurve.flags.fields import flags_of_other_projects, help_of, shown_default
 from onecurve.flags.recipe import ImageRecipe, Recipe
 from onecurve.models.script import load_script, recipe_class
 from onecurve.system.paths import ROOT
@@ -98,7 +98,7 @@ def architecture_page() -> str:
 def coming_from_page() -> str:
     """Return the text of docs/coming_from.md with updated tables."""
     lines = list[str]()
-    for project in flags_elsewhere():
+    for project in flags_of_other_projects():
         lines += ["", f"## {project['title']}", "", project["intro"], ""]
         lines += [f"| {project['name']} | here |", "|---|---|"]
         for row in project["rows"]:

@@ -7,7 +7,7 @@ import pytest
 
 from docs import generate
 from docs.generate import FLAGS, train_scripts
-from onecurve.flags.fields import flags_elsewhere
+from onecurve.flags.fields import flags_of_other_projects
 from onecurve.flags.recipe import parse
 from onecurve.models.script import load_script, recipe_class
 from tests.conftest import ROOT
@@ -50,7 +50,7 @@ def test_every_link_and_file_of_a_document_exists(document):
 
 
 def test_each_flag_for_newcomers_exists():
-    rows = [row for project in flags_elsewhere() for row in project["rows"]]
+    rows = [row for project in flags_of_other_projects() for row in project["rows"]]
     assert all(row.get("here") or row["note"] for row in rows)
     flags = {name for row in rows for name in re.findall(r"(?<!\S)`?--(\w+)", _answer(row))}
     assert len(flags) > 30

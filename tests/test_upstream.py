@@ -152,7 +152,7 @@ def process_state(**values):
     return state
 
 
-@needs(accelerate_.print_where)
+@needs(accelerate_.print_only_where)
 def prints_where_local_rank_is_0():
     state = process_state(local_process_index=0, process_index=3, distributed_type=DistributedType.MULTI_GPU)
     assert state.is_local_main_process
@@ -392,7 +392,7 @@ def compiles_a_function_8_times():
     assert "\nrecompile_limit = 8\n" in code("torch._dynamo.config")
 
 
-@needs(torch_.draw_as_eager)
+@needs(torch_.draw_random_numbers_as_eager)
 def draws_other_numbers_in_compiled_code():
     assert "\nfallback_random = False\n" in code("torch._inductor.config")
 
@@ -488,7 +488,7 @@ def records_collectives():
     assert isinstance(torch_.flight_record(), list)
 
 
-@needs(torch_.leave_pool)
+@needs(torch_.leave_capture_pool)
 def allocates_to_the_pool_of_a_capture():
     if torch.version.cuda is None:
         pytest.skip("this torch is built for CPUs alone")
@@ -497,7 +497,7 @@ def allocates_to_the_pool_of_a_capture():
         assert not hasattr(torch.cuda, name.removeprefix("_cuda_"))
 
 
-@needs(torch_.stop_timing)
+@needs(torch_.stop_ddp_timing)
 def times_steps_of_ddp():
     method = DistributedDataParallel._set_ddp_runtime_logging_sample_rate
     assert list(inspect.signature(method).parameters) == ["self", "sample_rate"]
@@ -509,10 +509,10 @@ def keeps_a_backward_pass_that_did_not_end():
     assert not hasattr(dist.Reducer, "reset_state")
 
 
-@needs(torch_.reset_shards, torch_.can_reset_shards)
+@needs(torch_.reset_fsdp_state, torch_.can_reset_fsdp_state)
 def keeps_what_a_capture_has_left():
-    assert torch_.can_reset_shards(FSDPModule) == hasattr(FSDPModule, "reset_iter_state")
-    if not torch_.can_reset_shards(FSDPModule):
+    assert torch_.can_reset_fsdp_state(FSDPModule) == hasattr(FSDPModule, "reset_iter_state")
+    if not torch_.can_reset_fsdp_state(FSDPModule):
         pytest.skip("this torch can't continue under FSDP2 after a failed capture")
     groups = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
     for name in ("_all_gather_result", "_post_reduce_event", "_all_reduce_state"):
@@ -607,7 +607,7 @@ def runs_finalizers_at_exit_alone():
     assert "run_finalizers" not in multiprocessing.util.__all__
 
 
-@needs(python_.on_unsent)
+@needs(python_.call_on_unsent)
 def drops_what_a_queue_cant_send():
     printed = io.StringIO()
     queue = fresh("multiprocessing.queues").Queue

@@ -25,7 +25,7 @@ from onecurve.checkpoint.format import (
     step_name,
     steps_in,
 )
-from onecurve.system.files import discard, own_files, read_regular, sha256_of, sync, write_bytes
+from onecurve.system.files import discard, files_inside, read_regular, sha256_of, sync, write_bytes
 from onecurve.system.output import log
 from onecurve.system.s3 import ObjectStore, StoreError, WrongSize
 from onecurve.system.threads import Heartbeat, lower_priority
@@ -111,7 +111,7 @@ class Mirror:
 
     def _upload_run_files(self, *globs: str) -> None:
         for glob in globs:
-            for file in own_files(self.folder, glob):
+            for file in files_inside(self.folder, glob):
                 self.store.upload(file, file.name)
 
     def _upload_checkpoints(self) -> None:
@@ -159,7 +159,7 @@ class Mirror:
         """Upload a checkpoint. Uploading the manifest last commits the checkpoint."""
         local_folder = self.folder / "checkpoints" / step_name(step)
         remote_folder = f"checkpoints/{step_name(step)}"
-        for path in own_files(local_folder, "*"):  # all files
+        for path in files_inside(local_folder, "*"):  # all files
             if path.name != MANIFEST_FILE:
                 self._require_ownership()
                 self.store.upload(path, f"{remote_folder}/{path.name}")

@@ -10,7 +10,7 @@ from typing import Any
 from onecurve.checkpoint.format import MODEL_FILE
 from onecurve.models.preprocessing import data_config
 from onecurve.models.timm_models import registered_config
-from onecurve.system.env import hub_problem
+from onecurve.system.env import check_hub_or_go_offline
 from onecurve.system.files import read_json
 from onecurve.system.text import printable
 
@@ -193,7 +193,7 @@ def download(model_name: str) -> Path:
         raise ValueError(
             f"timm provides no weights for {model_name} on the hub. Pass the path of a weight file or folder."
         )
-    problem = hub_problem()
+    problem = check_hub_or_go_offline()
     try:
         return Path(snapshot_download(hub_id, allow_patterns=[CONFIG_FILE, MODEL_FILE]))
     except OSError as error:

@@ -13,7 +13,7 @@ from onecurve.checkpoint.format import step_name, steps_in, steps_to_keep
 from onecurve.checkpoint.gather import GatherError
 from onecurve.checkpoint.snapshot import Snapshot
 from onecurve.checkpoint.training import TrainingState
-from onecurve.system.files import free_space, own_files, sync
+from onecurve.system.files import describe_free_space, files_inside, sync
 from onecurve.system.output import log
 from onecurve.system.threads import lower_priority
 
@@ -136,7 +136,7 @@ class Saver:
         try:
             if self.gathered_step != step:
                 return
-            for metrics_file in own_files(self.folder, "metrics.jsonl"):
+            for metrics_file in files_inside(self.folder, "metrics.jsonl"):
                 sync(metrics_file)  # the log on disk must never be older than the checkpoint
             if self.takeover_error():
                 return
@@ -156,7 +156,7 @@ class Saver:
             for old_step in saved_steps - kept_steps - steps_to_upload:
                 _try_to_remove_checkpoint(checkpoints_folder / step_name(old_step))
         except OSError as error:
-            error_text, disk_text = error.strerror or error, free_space(self.folder, error)
+            error_text, disk_text = error.strerror or error, describe_free_space(self.folder, error)
             self._record_failure(
                 step,
                 f"written to {checkpoints_folder}: {error_text} ({disk_text})",

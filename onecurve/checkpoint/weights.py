@@ -50,9 +50,9 @@ from onecurve.data.class_names import NEW_CLASS, match_classes
 from onecurve.distributed.agreement import once
 from onecurve.flags.recipe import ImageRecipe, parse
 from onecurve.models.preprocessing import LEGACY
-from onecurve.models.script import as_flags, load_script, own_script, recipe_class
+from onecurve.models.script import as_flags, load_script, project_script, recipe_class
 from onecurve.models.timm_models import head_names, registered_config
-from onecurve.system.env import hub_problem, rank
+from onecurve.system.env import check_hub_or_go_offline, rank
 from onecurve.system.files import read_json
 from onecurve.system.output import log
 from onecurve.system.paths import shortest
@@ -272,7 +272,7 @@ def open_script(
     if script_file and not Path(script_file).is_file():
         raise ValueError(f"--script {script_file} does not exist")
     try:
-        script_path = Path(script_file) if script_file else own_script(trained.script)
+        script_path = Path(script_file) if script_file else project_script(trained.script)
         script = load_script(script_path)
         recipe_type = recipe_class(script)
         if not issubclass(recipe_type, ImageRecipe):
@@ -429,7 +429,7 @@ def pretrained_model(name: str, classes: int, **options: Any) -> nn.Module:
             f"--pretrained: timm provides no weights for --model {name}."
             " Choose a different model, or load a file with --weights FILE."
         )
-    problem = hub_problem()
+    problem = check_hub_or_go_offline()
     try:
         return timm.create_model(name, pretrained=True, num_classes=classes, **options)
     except OSError as error:

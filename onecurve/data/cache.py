@@ -37,7 +37,7 @@ from onecurve.data.equal import DuplicateImages
 from onecurve.data.sources import Source, find_source
 from onecurve.data.splits import hold_out, part_ids_path
 from onecurve.flags.recipe import ImageRecipe
-from onecurve.system.files import discard, read_json, retried, sha256_of, size_limit, sync, try_lock
+from onecurve.system.files import discard, read_json, retried, sha256_of, sync, try_lock, ulimit_hint
 from onecurve.system.output import log
 from onecurve.system.processes import allowed_cores
 from onecurve.system.progress import Display
@@ -107,7 +107,7 @@ def prepare_cache(recipe: ImageRecipe, heartbeat: Heartbeat, is_evaluated: bool 
         return PreparedData(str(data_folder), source.left_out)
     except OSError as error:
         raise ValueError(
-            f"--data {recipe.data} could not be prepared in --cache_dir {cache_dir}: {error}{size_limit()}."
+            f"--data {recipe.data} could not be prepared in --cache_dir {cache_dir}: {error}{ulimit_hint()}."
             " Make sure that the data is readable"
             " and that --cache_dir is on a local disk with space for the decoded images"
         ) from error

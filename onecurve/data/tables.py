@@ -17,7 +17,7 @@ import numpy as np
 from onecurve.data.class_folders import VAL_NAMES, folder_names, refuse_unknown_classes, split_folders
 from onecurve.data.encoded import save_images, save_labels
 from onecurve.data.names import save_names_on_read
-from onecurve.system.env import hub_problem
+from onecurve.system.env import check_hub_or_go_offline
 from onecurve.system.files import lfs_pointer_problem
 from onecurve.system.text import printable, some_of
 from onecurve.system.threads import Heartbeat, run_with_heartbeat
@@ -179,7 +179,9 @@ def load_from_hub(data: str, beat: Heartbeat) -> dict[str, Any]:
     hub_problems = list[str]()
 
     def load_data_set():
-        hub_problems.append(hub_problem())  # may enable the offline mode, which `datasets` checks on import
+        hub_problems.append(
+            check_hub_or_go_offline()
+        )  # may enable the offline mode, which `datasets` checks on import
         import datasets
 
         return datasets.load_dataset(repository_name, config_name)

@@ -26,10 +26,10 @@ from onecurve.data.encoded import EncodedImages
 from onecurve.models.preprocessing import IMAGENET_CROP, Crop
 from onecurve.numerics.augment import CROP, FLIP, send, send_arrays
 from onecurve.numerics.order import Plan, PlanItem, uniforms
-from onecurve.system.files import first_retry, note_retry
+from onecurve.system.files import first_retry_error, note_retry
 from onecurve.system.output import log
 from onecurve.system.text import printable
-from onecurve.upstream.python_ import on_unsent
+from onecurve.upstream.python_ import call_on_unsent
 
 PREFETCHED_PER_WORKER = 4  # number of micro-batches that each worker prefetches
 BROKEN_IMAGE_ADVICE = {  # advice about a broken image, for training (True) and evaluation (False)
@@ -224,7 +224,7 @@ class _CropDataset(Dataset):
             batch_error = _share_crops(crops, PREFETCHED_PER_WORKER * worker_info.num_workers)
         if batch_error:
             crops = torch.empty(0)
-        return DecodedCrops(crops, error_by_id, batch_error, first_retry())
+        return DecodedCrops(crops, error_by_id, batch_error, first_retry_error())
 
 
 def _source_positions(ids: np.ndarray, error_by_id: dict[int, str]) -> np.ndarray:
@@ -332,7 +332,7 @@ def start_worker(_worker_id: int) -> None:
 
     # Sending images fails if too many files are open or /tmp is full. The worker then exits, and the trainer
     # detects the exit.
-    on_unsent(_exit_unsent)
+    call_on_unsent(_exit_unsent)
     for signal_number in TRAINER_SIGNALS:
         signal.signal(signal_number, signal.SIG_IGN)
     threading.Thread(target=exit_with_trainer, daemon=True).start()

@@ -72,8 +72,8 @@ from onecurve.flags.recipe import Batch, Job, agreed_part
 from onecurve.system.env import is_hosts_first, rank, world_size
 from onecurve.system.output import log
 from onecurve.system.paths import ROOT
-from onecurve.system.phase import CUDA_START, PROCESS_GROUP, STARTING, now, spending
-from onecurve.system.processes import deaf_launcher
+from onecurve.system.phase import CUDA_START, PROCESS_GROUP, STARTING, now, timed_as
+from onecurve.system.processes import launcher_sigterm_warning
 from onecurve.upstream import accelerate_, deepspeed_, torch_
 
 if TYPE_CHECKING:
@@ -164,11 +164,11 @@ def _join_group(
     from onecurve.models.attention import has_kernel
 
     batch = launch_settings.batch
-    with spending(PROCESS_GROUP):
+    with timed_as(PROCESS_GROUP):
         create_group_in_agents_store(job.timeout_s)
         accelerator = make_accelerator(job, batch, launch_settings.deepspeed_config, clip_norm)
     if accelerator.device.type == "cuda":
-        with spending(CUDA_START):
+        with timed_as(CUDA_START):
             torch.zeros((), device=accelerator.device)  # the first tensor creates the CUDA context
     assert accelerator.num_processes == batch.processes
     if batch.processes > 1 and accelerator.device.type == "cuda" and backend() == "nccl":
@@ -223,7 +223,7 @@ def _agree_on_start(
     if launch_settings.is_rehearsal:
         count = batch.processes
         accelerator.print(f"rehearsal on CPU: {count} gloo processes stand in for {count} GPUs")
-    for remark in (*config_remarks, replacement_problem(), deaf_launcher()):
+    for remark in (*config_remarks, replacement_problem(), launcher_sigterm_warning()):
         if remark:
             accelerator.print(remark)
     accelerator.print(
@@ -257,7 +257,7 @@ def make_accelerator(
         deepspeed_config: The DeepSpeed JSON file's content, as returned by check_launch_config(), or None.
         clip_norm: Maximum gradient norm for DeepSpeed's engine. 0 disables clipping.
     """
-    accelerate_.print_where(is_hosts_first)
+    accelerate_.print_only_where(is_hosts_first)
     deepspeed_precision = enabled_precision(deepspeed_config)
     mixed_precision = chosen_precision(job.mixed_precision or deepspeed_precision)
     accelerator = JobAccelerator(

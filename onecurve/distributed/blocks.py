@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from onecurve.system.env import is_on
 from onecurve.system.processes import accelerate_config
 from onecurve.upstream.accelerate_ import block_names
-from onecurve.upstream.torch_ import allow_recompilations, draw_as_eager, has_cpp_compiler
+from onecurve.upstream.torch_ import allow_recompilations, draw_random_numbers_as_eager, has_cpp_compiler
 
 # Maximum number of graphs per block class. A block class needs one training graph and one evaluation graph
 # for each width and stride. Beyond Dynamo's default limit of 8, a block would silently run uncompiled.
@@ -144,7 +144,7 @@ def compile_blocks(
         ValueError: If the mode requires CUDA graphs, which do not work in this case.
     """
     allow_recompilations(RECOMPILE_LIMIT)
-    draw_as_eager()
+    draw_random_numbers_as_eager()
     # Other backends do not support modes
     compile_mode = compilation.mode if compilation.backend == "inductor" else None
     blocks = list(blocks_of(model))

@@ -24,7 +24,7 @@ from onecurve.system.cli import settle_environment, tell_launchers, tell_torchru
 from onecurve.system.env import PREEMPTED_STATUS, is_hosts_first, is_launched, rank, report_event, world_size
 from onecurve.system.output import log
 from onecurve.system.phase import STARTING, now
-from onecurve.system.text import message_text
+from onecurve.system.text import safe_message
 from onecurve.upstream.python_ import run_finalizers
 
 INTERRUPTED_STATUS = 130  # exit status after Ctrl-C
@@ -82,14 +82,14 @@ def run_process(run_main: Callable[[], None]) -> NoReturn:
             )
     except SystemExit as error:
         if isinstance(error.code, str):
-            tell_launchers(message_text(error.code))
+            tell_launchers(safe_message(error.code))
         raise
     except Exception as error:  # do not re-raise, because the interpreter would run queued downloads at exit
         exit_status = 1
         watch.begin_exit()
         watch.report_failure(error)
         is_user_error = isinstance(error, USER_ERROR_TYPES)
-        message = message_text(error) if is_user_error else f"{type(error).__name__}: {error}"
+        message = safe_message(error) if is_user_error else f"{type(error).__name__}: {error}"
         tell_torchrun(message)
         if not is_user_error and (not dist.is_initialized() or claim_report(repr(error))):
             traceback.print_exc()

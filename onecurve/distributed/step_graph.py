@@ -31,7 +31,7 @@ from onecurve.distributed.layout import base_of
 from onecurve.distributed.rendezvous import backend
 from onecurve.distributed.strategy import precision, sharding, strategy
 from onecurve.distributed.watch import watch
-from onecurve.system.phase import GRAPH_CAPTURE, GRAPH_WARM_UP, Replay, now, spending
+from onecurve.system.phase import GRAPH_CAPTURE, GRAPH_WARM_UP, Replay, now, timed_as
 from onecurve.upstream import torch_
 
 # Number of warm-up steps before each input shape is captured. During warm-up, torch compiles code, tunes
@@ -229,7 +229,7 @@ class StepGraph:
         if strategy(accelerator) == "fsdp":
             self.model.register_forward_hook(self._record_forward)
         elif isinstance(self.model, nn.parallel.DistributedDataParallel):
-            torch_.stop_timing(self.model)
+            torch_.stop_ddp_timing(self.model)
         _live_step_graphs.add(self)
 
     def __call__(self, inputs: Tensor, labels: Tensor) -> Tensor:
@@ -251,7 +251,7 @@ class StepGraph:
             self._replay(micro_batch_graph)
         else:
             micro_batch_graph = MicroBatchGraph()
-            with spending(GRAPH_WARM_UP), on_step_stream(self.accelerator):
+            with timed_as(GRAPH_WARM_UP), on_step_stream(self.accelerator):
                 self._run_step(self.shape_graphs, micro_batch_graph)
         assert micro_batch_graph.loss is not None
         return micro_batch_graph.loss
@@ -267,7 +267,7 @@ class StepGraph:
             self.shape_graphs = ShapeGraphs(torch.empty_like(inputs), torch.empty_like(labels))
         self.shape_graphs.step_count += 1
         if self.shape_graphs.step_count > self.warm_up_steps and not self.shape_graphs.graphs:
-            with spending(GRAPH_CAPTURE):
+            with timed_as(GRAPH_CAPTURE):
                 self._capture_step(self.shape_graphs)
 
     def _run_step(self, shape_graphs: ShapeGraphs, micro_batch_graph: MicroBatchGraph) -> None:
@@ -358,7 +358,7 @@ class StepGraph:
         except BaseException:
             torch.cuda.set_stream(current_stream)
             generator.graphsafe_set_state(generator_state)
-            torch_.leave_pool(device_index, memory_pool)
+            torch_.leave_capture_pool(device_index, memory_pool)
             raise
         return cuda_graph.replay
 
@@ -410,12 +410,12 @@ def _reset_shards(model: Any) -> None:
     Raises:
         ValueError: If this version of torch can't reset FSDP2's state.
     """
-    if not torch_.can_reset_shards(model):
+    if not torch_.can_reset_fsdp_state(model):
         raise ValueError(
             f"torch {torch.__version__} can't continue training with FSDP2 after a failed CUDA graph capture."
             " Run the same command with --no_step_graph."
         )
-    torch_.reset_shards(model)
+    torch_.reset_fsdp_state(model)
 
 
 def _capture_error_text(error: Exception) -> str:

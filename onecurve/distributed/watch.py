@@ -43,7 +43,7 @@ from onecurve.system.cli import tell_torchrun
 from onecurve.system.env import PREEMPTED_STATUS, is_launched, local_rank, report_event
 from onecurve.system.output import log
 from onecurve.system.phase import now
-from onecurve.system.text import message_text
+from onecurve.system.text import safe_message
 from onecurve.system.threads import start_daemon
 
 # Errors printed on one line, without a traceback
@@ -367,7 +367,7 @@ class _OtherRanks:
 
 def _failure_message(error: Exception) -> str:
     """Return the error's message, preceded by the class name unless the error is one of USER_ERROR_TYPES."""
-    error_text = message_text(error)
+    error_text = safe_message(error)
     return error_text if isinstance(error, USER_ERROR_TYPES) else f"{type(error).__name__}: {error_text}"
 
 

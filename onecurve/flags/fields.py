@@ -22,22 +22,31 @@ from onecurve.system.cli import EMPTY_VALUE, CommandParser, tell_launchers, unde
 from onecurve.system.env import is_hosts_first
 from onecurve.system.files import parse_json, read_yaml, unique_keys
 from onecurve.system.paths import ROOT
-from onecurve.system.text import did_you_mean, is_printable, message_text, shortened, some_of
+from onecurve.system.text import did_you_mean, is_printable, safe_message, shortened, some_of
 
 MAX_NUMBER = 1e15  # Largest absolute value that any numeric flag accepts
 RECIPES_FILE = Path(__file__).with_name("recipe.py")  # Declares the flags that all scripts share
 
 FLAG_SYNONYMS = {"lr": ("learning_rate",)}  # Additional names of each flag
-# {removed flag: (value that had no effect, reason for the removal)}
-REMOVED_FLAGS = {"half_residual": (False, "this flag slowed down training and saved no memory")}
+ERROR_LINE_WAIT_S = 5  # Seconds that a host's other processes wait while its first process prints an error
 
 
-def without_removed(recipe: dict[str, Any]) -> dict[str, Any]:
+class RemovedFlag(typing.NamedTuple):
+    """Flag that earlier versions supported."""
+
+    value_without_effect: Any  # A run with this value trained as a run without the flag
+    removal_reason: str
+
+
+REMOVED_FLAGS = {"half_residual": RemovedFlag(False, "this flag slowed down training and saved no memory")}
+
+
+def without_removed_flags(recipe: dict[str, Any]) -> dict[str, Any]:
     """Return a recorded recipe without the removed flags that had no effect on training."""
     return {
-        name: value
-        for name, value in recipe.items()
-        if name not in REMOVED_FLAGS or value != REMOVED_FLAGS[name][0]
+        flag_name: flag_value
+        for flag_name, flag_value in recipe.items()
+        if flag_name not in REMOVED_FLAGS or flag_value != REMOVED_FLAGS[flag_name].value_without_effect
     }
 
 
@@ -59,12 +68,10 @@ class FlagFacts:
     training_only: bool = False  # A trained model can be built and used with the flag switched off
     drawn_on_device: bool = False  # The flag uses random numbers that differ between device types
     changes_memory: bool = True  # The flag may affect the memory use of a training step
-    # verify.py reuses the recorded value, because the flag affects logged values or changes the weights
-    # bitwise
-    replayed: bool = False
-    # Position of the flag in a comparison's run names. The names include a flag with position 0 only if
-    # two names would otherwise be identical
-    in_names: int = 0
+    # The flag affects logged values or changes the weights bitwise
+    replayed: bool = False  # verify.py replays a run with the recorded value of the flag
+    # The names include a flag with position 0 only if two names would otherwise be identical
+    in_names: int = 0  # Position of the flag in a comparison's run names
     metavar: str = ""  # Placeholder in --help, derived from the flag's type and name if empty
 
 
@@ -76,9 +83,9 @@ def flag(
     minimum: float = -math.inf,
     maximum: float = math.inf,
     per_script: bool = False,
-    also: tuple[str, str] = ("", ""),
+    also: tuple[str, str] = ("", ""),  # (second name of the flag, template for the second name's value)
     part_of_recipe: bool = True,
-    **facts: Any,
+    **declared_facts: Any,
 ) -> Any:
     """Declare a field of a recipe as a flag that affects the trained model.
 
@@ -91,12 +98,13 @@ def flag(
         per_script: True if each script's recipe sets a different default.
         also: Second name of the flag and a template for its value, for example ("model_folder", "{}/*").
         part_of_recipe: False for a flag that does not affect the trained model. See setting().
-        facts: Properties that differ from the defaults in Facts.
+        declared_facts: Properties that differ from the defaults in FlagFacts.
     """
+    declared_facts |= {"part_of_recipe": part_of_recipe}
+    FlagFacts(**declared_facts)  # Raises TypeError for unknown properties
     metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum, "also": also}
-    facts |= {"part_of_recipe": part_of_recipe}
-    FlagFacts(**facts)  # Raises TypeError for unknown properties
-    return dataclasses.field(default=default, metadata=metadata | {"per_script": per_script, "facts": facts})
+    metadata |= {"per_script": per_script, "facts": declared_facts}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def setting(default: Any, help: str = "", **options: Any) -> Any:
@@ -107,16 +115,17 @@ def setting(default: Any, help: str = "", **options: Any) -> Any:
 @cache
 def flag_facts_of(recipe_class: type) -> dict[str, FlagFacts]:
     """Return the properties of each flag in a recipe class."""
-    facts: dict[str, dict[str, Any]] = {}
-    for base in filter(dataclasses.is_dataclass, reversed(recipe_class.__mro__)):
-        for field in dataclasses.fields(base):
-            facts[field.name] = facts.get(field.name, {}) | field.metadata["facts"]
-    return {name: FlagFacts(**declared_facts) for name, declared_facts in facts.items()}
+    facts_by_flag: dict[str, dict[str, Any]] = {}
+    for base_class in filter(dataclasses.is_dataclass, reversed(recipe_class.__mro__)):
+        for field in dataclasses.fields(base_class):
+            facts_by_flag[field.name] = facts_by_flag.get(field.name, {}) | field.metadata["facts"]
+    return {flag_name: FlagFacts(**declared_facts) for flag_name, declared_facts in facts_by_flag.items()}
 
 
-def flags_where(recipe_class: type, fact: str) -> list[str]:
-    """Return the names of the flags in a recipe class for which the property `fact` is truthy."""
-    return [name for name, facts in flag_facts_of(recipe_class).items() if getattr(facts, fact)]
+def flags_where(recipe_class: type, fact_name: str) -> list[str]:
+    """Return the names of the flags in a recipe class for which the property `fact_name` is truthy."""
+    facts_by_flag = flag_facts_of(recipe_class)
+    return [flag_name for flag_name, facts in facts_by_flag.items() if getattr(facts, fact_name)]
 
 
 def switched_off(field: dataclasses.Field) -> Any:
@@ -125,49 +134,50 @@ def switched_off(field: dataclasses.Field) -> Any:
 
 
 @cache
-def _flags_by_class(file: Path) -> dict[str, dict[str, dict[str, Any]]]:
+def _parse_flags_by_class(script: Path) -> dict[str, dict[str, dict[str, Any]]]:
     """Return {class: {flag: {property: value}}} for all flags that the classes in a file declare.
 
     The function parses the file instead of importing the script, because an import takes seconds. The
     function returns {} for a file with a syntax error.
     """
     with contextlib.suppress(SyntaxError, ValueError):
-        classes = (node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef))
-        return {node.name: _flags_declared_in(node) for node in classes}
-    return {}
+        script_nodes = ast.parse(script.read_text()).body
+        class_nodes = (node for node in script_nodes if isinstance(node, ast.ClassDef))
+        return {class_node.name: _flags_declared_in(class_node) for class_node in class_nodes}
+    return {}  # the script has a syntax error
 
 
 def _flags_declared_in(recipe_class: ast.ClassDef) -> dict[str, dict[str, Any]]:
-    properties = {"also", *(field.name for field in dataclasses.fields(FlagFacts))}
-    flags: dict[str, dict[str, Any]] = {}
+    property_names = {"also", *(field.name for field in dataclasses.fields(FlagFacts))}
+    properties_by_flag: dict[str, dict[str, Any]] = {}
     for statement in recipe_class.body:
         if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.value, ast.Call)):
-            continue
-        call = statement.value
-        if ast.unparse(call.func) in ("flag", "setting"):
-            declared_properties = {
+            continue  # not a flag declaration
+        called_function, keywords = ast.unparse(statement.value.func), statement.value.keywords
+        if called_function in ("flag", "setting"):
+            flag_name = ast.unparse(statement.target)
+            properties_by_flag[flag_name] = {
                 keyword.arg: ast.literal_eval(keyword.value)
-                for keyword in call.keywords
-                if keyword.arg in properties
+                for keyword in keywords
+                if keyword.arg in property_names
             }
-            flags[ast.unparse(statement.target)] = declared_properties
-    return flags
+    return properties_by_flag
 
 
 @cache
-def declared_values(fact: str) -> dict[str, Any]:
+def declared_values(fact_name: str) -> dict[str, Any]:
     """Return {flag name: property value} for all flags that declare the property in any recipe.
 
     The result contains both names of a flag with two names. Code that reads recorded runs uses this function,
     because a run's script may be unknown, outdated or slow to import.
     """
     values_by_flag: dict[str, Any] = {}
-    for file in (RECIPES_FILE, *sorted(ROOT.glob("train_*.py"))):
-        for flags in _flags_by_class(file).values():
-            for name, facts in flags.items():
-                if value := facts.get(fact):
-                    second_name = facts.get("also", ("",))[0]
-                    values_by_flag |= dict.fromkeys(filter(None, (name, second_name)), value)
+    for script in (RECIPES_FILE, *sorted(ROOT.glob("train_*.py"))):
+        for properties_by_flag in _parse_flags_by_class(script).values():
+            for flag_name, properties in properties_by_flag.items():
+                if declared_value := properties.get(fact_name):
+                    second_name, _ = properties.get("also", ("", ""))
+                    values_by_flag |= dict.fromkeys(filter(None, (flag_name, second_name)), declared_value)
     return values_by_flag
 
 
@@ -178,9 +188,9 @@ def _long_help_texts() -> dict[str, str]:
     return yaml.safe_load(Path(__file__).with_name("flags.yaml").read_text())
 
 
-def help_of(field: dataclasses.Field, name: str = "") -> str:
-    """Return a flag's help text, or the help text of its second name if `name` is the second name."""
-    return field.metadata["help"] or _long_help_texts()[name or field.name]
+def help_of(field: dataclasses.Field, second_name: str = "") -> str:
+    """Return a flag's help text, or the help text of its second name if `second_name` is not empty."""
+    return field.metadata["help"] or _long_help_texts()[second_name or field.name]
 
 
 class Parser(CommandParser):
@@ -188,12 +198,13 @@ class Parser(CommandParser):
 
     def parse_known_args(self, args=None, namespace=None):
         """Refuse two names of one flag, such as `--lr 1 --learning_rate 2`, but allow a repeated name."""
-        first_names: dict[str, str] = {}  # {field of the recipe: name of the flag on the command line}
+        first_name_by_field: dict[str, str] = {}  # {field of the recipe: first name on the command line}
         for word in sys.argv[1:] if args is None else args:
-            name = underscores(word).partition("=")[0]
-            parser_action = self._option_string_actions.get(name)
-            if parser_action and (first_name := first_names.setdefault(parser_action.dest, name)) != name:
-                self.error(two_names_message(first_name, name))
+            flag_name, _, _ = underscores(word).partition("=")
+            if parser_action := self._option_string_actions.get(flag_name):
+                first_name = first_name_by_field.setdefault(parser_action.dest, flag_name)
+                if first_name != flag_name:
+                    self.error(two_names_message(first_name, flag_name))
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> typing.NoReturn:
@@ -202,73 +213,83 @@ class Parser(CommandParser):
         For an unknown flag, the line suggests a replacement.
         """
         if message.startswith("unrecognized arguments"):
-            unknown_flag = message.split()[2].split("=")[0]
+            unknown_word = message.removeprefix("unrecognized arguments:").split()[0]
+            unknown_flag, _, _ = unknown_word.partition("=")
             suggestion = did_you_mean(unknown_flag, self._option_string_actions)
             advice = f": {suggestion}" if suggestion else ""
-            if scripts := _scripts_with(unknown_flag):
-                advice = f"{advice} {scripts}" if advice else f". {scripts}"
+            if scripts_sentence := _describe_scripts_with(unknown_flag):
+                advice = f"{advice} {scripts_sentence}" if advice else f". {scripts_sentence}"
             else:
-                advice = _equivalent_of(unknown_flag, self.prog) or advice
-            advice = _why_removed(unknown_flag) or advice or ". --help lists all flags"
+                advice = _describe_equivalent(unknown_flag, self.prog) or advice
+            advice = _explain_removal(unknown_flag) or advice or ". --help lists all flags"
             message = f"unknown flag {shortened(unknown_flag)}{advice}"
-        message = message_text(message)
+        message = safe_message(message)
         tell_launchers(message)
-        self.print_once(f"{self.prog}: error: {message}\n", sys.stderr)
+        self.print_once_per_host(f"{self.prog}: error: {message}\n", sys.stderr)
         # The launcher kills all processes as soon as one process exits, so wait until the error is printed
         if not is_hosts_first():
-            time.sleep(5)
+            time.sleep(ERROR_LINE_WAIT_S)
         sys.exit(2)
 
     def print_help(self, file: Any = None) -> None:
-        self.print_once(self.format_help(), file)
+        self.print_once_per_host(self.format_help(), file)
 
-    def print_once(self, text: str, file: Any = None) -> None:
+    def print_once_per_host(self, printed_text: str, stream: Any = None) -> None:
         if is_hosts_first():
-            print(text, end="", file=file or sys.stdout, flush=True)
+            print(printed_text, end="", file=stream or sys.stdout, flush=True)
 
 
-def _why_removed(flag: str) -> str:
+def _explain_removal(unknown_flag: str) -> str:
     """Return the reason why a flag was removed, or an empty string for a flag that was not removed."""
-    name = flag.lstrip("-").removeprefix("no_")
-    _, reason = REMOVED_FLAGS.get(name, (None, ""))
-    return reason and f": {name} was removed because {reason}. Do not specify {name}"
+    flag_name = unknown_flag.lstrip("-").removeprefix("no_")
+    if flag_name not in REMOVED_FLAGS:
+        return ""  # the flag was not removed
+    reason = REMOVED_FLAGS[flag_name].removal_reason
+    return f": {flag_name} was removed because {reason}. Do not specify {flag_name}"
 
 
-def _scripts_with(unknown_flag: str) -> str:
+def _describe_scripts_with(unknown_flag: str) -> str:
     """Return a sentence that lists the train scripts with this flag, or an empty string without scripts."""
-    name = unknown_flag.removeprefix("--")
-    is_shared = name in _flags_by_class(RECIPES_FILE)["ImageRecipe"]
-    scripts = [
-        path.name
-        for path in sorted(ROOT.glob("train_*.py"))
-        if any(name in flags for flags in _flags_by_class(path).values())
-        or (is_shared and "(ImageRecipe)" in path.read_text())
-    ]
-    return f"{some_of(scripts)} {'supports' if len(scripts) == 1 else 'support'} this flag" if scripts else ""
+    flag_name = unknown_flag.removeprefix("--")
+    train_scripts = sorted(ROOT.glob("train_*.py"))
+    script_names = [script.name for script in train_scripts if _script_supports(script, flag_name)]
+    if not script_names:
+        return ""  # no script supports the flag
+    verb = "supports" if len(script_names) == 1 else "support"
+    return f"{some_of(script_names)} {verb} this flag"
 
 
-def two_names_message(first: str, second: str) -> str:
-    return f"{first} and {second} are two names for the same setting. Specify only one of the two names"
+def _script_supports(script: Path, flag_name: str) -> bool:
+    is_declared = any(flag_name in flags for flags in _parse_flags_by_class(script).values())
+    is_image_flag = flag_name in _parse_flags_by_class(RECIPES_FILE)["ImageRecipe"]
+    return is_declared or (is_image_flag and "(ImageRecipe)" in script.read_text())
+
+
+def two_names_message(first_name: str, second_name: str) -> str:
+    conflict = f"{first_name} and {second_name} are two names for the same setting"
+    return f"{conflict}. Specify only one of the two names"
 
 
 @cache
-def flags_elsewhere() -> list[dict[str, Any]]:
+def flags_of_other_projects() -> list[dict[str, Any]]:
     """Return the content of elsewhere.yaml, which lists equivalents of other projects' flags."""
     import yaml
 
     return yaml.safe_load(Path(__file__).with_name("elsewhere.yaml").read_text())
 
 
-def _equivalent_of(unknown_flag: str, script: str) -> str:
+def _describe_equivalent(unknown_flag: str, script_name: str) -> str:
     """Return a sentence with the equivalent of another project's flag, or "" if the flag is unknown."""
-    projects = [project for project in flags_elsewhere() if project.get("script", script) == script]
+    projects = [
+        project for project in flags_of_other_projects() if project.get("script", script_name) == script_name
+    ]
     for project in sorted(projects, key=lambda project: "script" not in project):
-        for row in project["rows"]:
-            names = [underscores(name.split()[0]) for name in row["names"] if name.startswith("-")]
-            if unknown_flag in names:
-                equivalents = " or ".join(row.get("here", ()))
-                return f". Use {equivalents} instead." if equivalents else f". {row['note']}"
-    return ""
+        for flag_row in project["rows"]:
+            foreign_flags = [name.split()[0] for name in flag_row["names"] if name.startswith("-")]
+            if unknown_flag in map(underscores, foreign_flags):
+                equivalents = " or ".join(flag_row.get("here", ()))
+                return f". Use {equivalents} instead." if equivalents else f". {flag_row['note']}"
+    return ""  # no project has this flag
 
 
 def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, unit: str, metavar: str = "") -> None:
@@ -280,50 +301,54 @@ def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, unit: st
         unit: Word for samples that replaces the word `images` in the help text.
         metavar: Placeholder for the flag's value in the help text, derived from the field if empty.
     """
-    help = help_of(field).replace("%", "%%").replace("images", unit)
-    if default := shown_default(field):
-        help = f"{help.removesuffix('.')}. Default: {default}."
+    help_text = help_of(field).replace("%", "%%").replace("images", unit)
+    if default_text := shown_default(field):
+        help_text = f"{help_text.removesuffix('.')}. Default: {default_text}."
     if _base_type(field) is bool:
         # Sweeps write --padding=True. argparse uses `const` for a flag without a value.
-        parser.add_argument(f"--{field.name}", nargs="?", const="true", metavar="true|false", help=help)
+        parser.add_argument(f"--{field.name}", nargs="?", const="true", metavar="true|false", help=help_text)
         parser.add_argument(
             f"--no_{field.name}", action="store_const", const="false", dest=field.name, help=argparse.SUPPRESS
         )
     else:
-        placeholder = _placeholder(field, metavar)
         names = [field.name, *FLAG_SYNONYMS.get(field.name, ())]
-        parser.add_argument(*(f"--{name}" for name in names), dest=field.name, metavar=placeholder, help=help)
-        second_name, template = field.metadata["also"]
+        option_words, placeholder = [f"--{name}" for name in names], _placeholder(field, metavar)
+        parser.add_argument(*option_words, dest=field.name, metavar=placeholder, help=help_text)
+        second_name, value_template = field.metadata["also"]
         if second_name:
             parser.add_argument(
                 f"--{second_name}",
                 dest=field.name,
-                metavar=_PLACEHOLDERS_BY_ENDING.get(second_name.rpartition("_")[2], "PART"),
-                type=template.format,
+                metavar=_PLACEHOLDER_BY_LAST_WORD.get(_last_word(second_name), "PART"),
+                type=value_template.format,
                 help=help_of(field, second_name),
             )
 
 
 # Placeholders for flag values in --help, by the last word of the flag's name
-_PLACEHOLDERS_BY_ENDING = {
-    "column": "COLUMN",
-    "config": "FILE",
-    "decay": "DECAY",
-    "dir": "FOLDER",
-    "fold": "K/N",
-    "folder": "FOLDER",
-    "gib": "GIB",
-    "s": "SECONDS",
+_PLACEHOLDER_BY_LAST_WORD = {
+    "column": "COLUMN",  # --label_column COLUMN
+    "config": "FILE",  # --deepspeed_config FILE
+    "decay": "DECAY",  # --weight_decay DECAY
+    "dir": "FOLDER",  # --output_dir FOLDER
+    "fold": "K/N",  # --fold K/N
+    "folder": "FOLDER",  # --model_folder FOLDER
+    "gib": "GIB",  # --cache_gib GIB
+    "s": "SECONDS",  # --timeout_s SECONDS
 }
 
 
+def _last_word(flag_name: str) -> str:
+    return flag_name.rpartition("_")[2]
+
+
 def _placeholder(field: dataclasses.Field, metavar: str) -> str:
-    """Return the placeholder for a flag's value in --help. A placeholder in `declared` takes precedence."""
+    """Return the placeholder for a flag's value in --help. `metavar` takes precedence if it is not empty."""
     if choices := field.metadata["choices"]:
         return "{" + ",".join(choices) + "}"
-    if placeholder := metavar or _PLACEHOLDERS_BY_ENDING.get(field.name.rpartition("_")[2]):
+    if placeholder := metavar or _PLACEHOLDER_BY_LAST_WORD.get(_last_word(field.name)):
         return placeholder
-    if _is_range(field):
+    if _is_number_range(field):
         return "MIN,MAX"
     base_type = _base_type(field)
     if base_type is tuple:
@@ -331,7 +356,7 @@ def _placeholder(field: dataclasses.Field, metavar: str) -> str:
     if base_type is float:
         return "SHARE" if field.metadata["maximum"] <= 1 else "NUMBER"
     if base_type is int:
-        return "N"
+        return "N"  # a whole number
     return "PATH" if field.metadata["facts"].get("is_path") else "NAME"
 
 
@@ -339,167 +364,189 @@ def shown_default(field: dataclasses.Field) -> str:
     """Return the text in which --help shows a flag's default, or an empty string without a default."""
     if _base_type(field) is bool and field.default is not None:
         return "on" if field.default else "off"
-    return "" if field.default is None else as_text(field.default)
+    return "" if field.default is None else flag_value_text(field.default)
 
 
 def _flag_names(field: dataclasses.Field) -> list[str]:
     """Return all names of a flag except the negated name `no_NAME`."""
-    names = (field.name, *FLAG_SYNONYMS.get(field.name, ()), field.metadata["also"][0])
-    return [name for name in names if name]
+    second_name, _ = field.metadata["also"]
+    all_names = (field.name, *FLAG_SYNONYMS.get(field.name, ()), second_name)
+    return [name for name in all_names if name]
 
 
-def without_flags(words: Sequence[str], fields: Iterable[dataclasses.Field]) -> list[str]:
+def without_flags(command_words: Sequence[str], fields: Iterable[dataclasses.Field]) -> list[str]:
     """Return a command's words, excluding the fields' flags and the values of these flags."""
-    removed_flags = {f"--{name}" for field in fields for name in (*_flag_names(field), f"no_{field.name}")}
-    kept_words, is_kept = list[str](), True
-    for word in words:
+    excluded_options = set[str]()
+    for field in fields:
+        excluded_options |= {f"--{name}" for name in (*_flag_names(field), f"no_{field.name}")}
+    kept_words = list[str]()
+    is_word_kept = True
+    for word in command_words:
         if word.startswith("--"):  # The values of a flag follow its name
-            is_kept = underscores(word).partition("=")[0] not in removed_flags
-        if is_kept:
+            option, _, _ = underscores(word).partition("=")
+            is_word_kept = option not in excluded_options
+        if is_word_kept:
             kept_words.append(word)
     return kept_words
 
 
-def as_text(value: Any) -> str:
+def flag_value_text(flag_value: Any) -> str:
     """Return the text with which a user specifies a flag's value on the command line."""
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return ",".join(map(str, flag_value)) if isinstance(flag_value, tuple) else str(flag_value)
 
 
 def _base_type(field: dataclasses.Field) -> Any:
     """Return a field's type without None and without type arguments, such as int for `int | None`."""
     field_type = field.type
     if isinstance(field_type, types.UnionType):
-        field_type = next(member for member in field_type.__args__ if member is not types.NoneType)
+        field_type = next(type_ for type_ in field_type.__args__ if type_ is not types.NoneType)
     return typing.get_origin(field_type) or field_type
 
 
-def _is_range(field: dataclasses.Field) -> bool:
+def _is_number_range(field: dataclasses.Field) -> bool:
     """Return True if the field has the type `tuple[float, float]`, which represents a range MIN,MAX."""
     return typing.get_args(field.type) == (float, float)
 
 
-def _converted_value(field: dataclasses.Field, value: Any) -> Any:
+def _convert_value(field: dataclasses.Field, raw_value: Any) -> Any:
     """Convert a value from the command line or a config file.
 
     Raise ValueError or TypeError for an invalid value.
     """
     base_type = _base_type(field)
     if base_type is tuple:
-        if isinstance(value, str):
-            value = value.split(",")
-        items = value if isinstance(value, list) else [value]
-        if _is_range(field) and len(items) != 2:
-            raise ValueError
-        item_type = typing.get_args(field.type)[0]
-        return tuple(_without_loss(item_type, item) for item in items)
+        if isinstance(raw_value, str):
+            raw_value = raw_value.split(",")
+        items = raw_value if isinstance(raw_value, list) else [raw_value]
+        if _is_number_range(field) and len(items) != 2:
+            raise ValueError  # typed_value() adds a message
+        item_type, *_ = typing.get_args(field.type)
+        return tuple(_convert_without_loss(item_type, item) for item in items)
     if base_type is bool:
-        if (word := str(value).lower()) in ("true", "false"):
-            return word == "true"
-        raise ValueError
-    if value is False and "no" in field.metadata["choices"]:
+        if (value_word := str(raw_value).lower()) in ("true", "false"):
+            return value_word == "true"
+        raise ValueError  # typed_value() adds a message
+    if raw_value is False and "no" in field.metadata["choices"]:
         return "no"  # YAML reads an unquoted `no` as False
     try:
-        return _without_loss(base_type, value)
+        return _convert_without_loss(base_type, raw_value)
     except ValueError:
-        if str in typing.get_args(field.type) and isinstance(value, str):
-            return value  # The text 2/5 is valid for a field of the type `float | str`
+        if str in typing.get_args(field.type) and isinstance(raw_value, str):
+            return raw_value  # The text 2/5 is valid for a field of the type `float | str`
         raise
 
 
-def _without_loss(target_type: type, value: Any) -> Any:
+def _convert_without_loss(target_type: type, raw_value: Any) -> Any:
     """Convert a value to a type. Raise ValueError if the conversion loses information, such as 1.5 to int."""
-    if isinstance(value, bool) or (target_type is str and not isinstance(value, str)):
-        raise ValueError
-    if target_type is int and isinstance(value, float):
-        raise ValueError
-    return target_type(value)
+    if isinstance(raw_value, bool) or (target_type is str and not isinstance(raw_value, str)):
+        raise ValueError  # typed_value() adds a message
+    if target_type is int and isinstance(raw_value, float):
+        raise ValueError  # typed_value() adds a message
+    return target_type(raw_value)
 
 
-def _checked_value(field: dataclasses.Field, value: Any, name: str) -> Any:
+def _check_value(field: dataclasses.Field, flag_value: Any, flag_label: str) -> Any:
     """Return a valid value unchanged.
 
     Raise ValueError if the value or one of its tuple items is not a valid choice or is out of range.
     """
-    choices, minimum, maximum = (field.metadata[name] for name in ("choices", "minimum", "maximum"))
-    if _is_range(field) and not 0 < value[0] <= value[1] <= maximum:
-        raise ValueError(
-            f"{name} {as_text(value)}: the value must be MIN,MAX with 0 < MIN <= MAX <= {maximum:g}"
-        )
-    for item in value if isinstance(value, tuple) else (value,):
-        if choices and item not in choices:
-            allowed = ", ".join(choices)
-            raise ValueError(f"{name} {shortened(as_text(value))}: the value must be one of {allowed}")
-        if isinstance(item, (int, float)) and not minimum <= item <= maximum:
+    choices, minimum, maximum = (field.metadata[key] for key in ("choices", "minimum", "maximum"))
+    value_text = flag_value_text(flag_value)
+    if _is_number_range(field):
+        range_start, range_end = flag_value
+        if not 0 < range_start <= range_end <= maximum:
+            raise ValueError(
+                f"{flag_label} {value_text}: the value must be MIN,MAX with 0 < MIN <= MAX <= {maximum:g}"
+            )
+    for value_item in flag_value if isinstance(flag_value, tuple) else (flag_value,):
+        if choices and value_item not in choices:
+            allowed_values = ", ".join(choices)
+            raise ValueError(
+                f"{flag_label} {shortened(value_text)}: the value must be one of {allowed_values}"
+            )
+        if isinstance(value_item, (int, float)) and not minimum <= value_item <= maximum:
             bounds = f"at least {minimum:g}"
             if not math.isinf(maximum):
                 bounds = f"from {minimum:g} to {maximum:g}"
-            raise ValueError(f"{name} {as_text(value)}: the value must be {bounds}")
-        if isinstance(item, float) and not math.isfinite(item):
-            raise ValueError(f"{name} {value}: the value must be a finite number")
-        if isinstance(item, (int, float)) and abs(item) > MAX_NUMBER:
-            raise ValueError(f"{name} {shortened(as_text(value))}: the value must be at most {MAX_NUMBER:g}")
-        if isinstance(item, str) and not is_printable(item):
-            raise ValueError(f"{name} {item}: remove all characters that a terminal can't display")
-    return value
+            raise ValueError(f"{flag_label} {value_text}: the value must be {bounds}")
+        if isinstance(value_item, float) and not math.isfinite(value_item):
+            raise ValueError(f"{flag_label} {flag_value}: the value must be a finite number")
+        if isinstance(value_item, (int, float)) and abs(value_item) > MAX_NUMBER:
+            raise ValueError(
+                f"{flag_label} {shortened(value_text)}: the value must be at most {MAX_NUMBER:g}"
+            )
+        if isinstance(value_item, str) and not is_printable(value_item):
+            raise ValueError(
+                f"{flag_label} {value_item}: remove all characters that a terminal can't display"
+            )
+    return flag_value
 
 
-def read_config(path: Path, fields: tuple[dataclasses.Field, ...]) -> dict[str, Any]:
+def read_config(config_path: Path, fields: tuple[dataclasses.Field, ...]) -> dict[str, Any]:
     """Read flags from a YAML or JSON file.
 
     Raise ValueError that names the file and the invalid key or line.
     """
     try:
-        if path.suffix == ".json":
-            content = parse_json(path.read_bytes(), f"--config {path}", unique_keys)
+        if config_path.suffix == ".json":
+            config_content = parse_json(config_path.read_bytes(), f"--config {config_path}", unique_keys)
         else:
-            content = read_yaml("--config", path)
+            config_content = read_yaml("--config", config_path)
     except OSError as error:
-        raise ValueError(f"--config {path}: {error.strerror}") from None
-    if "distributed_type" in content:
-        command = f"accelerate launch --config_file {path} {Path(sys.argv[0]).name}"
+        raise ValueError(f"--config {config_path}: {error.strerror}") from None
+    if "distributed_type" in config_content:
+        launch_command = f"accelerate launch --config_file {config_path} {Path(sys.argv[0]).name}"
         raise ValueError(
-            f"--config {path} is an accelerate config. Pass this file to the launcher: {command}"
+            f"--config {config_path} is an accelerate config."
+            f" Pass this file to the launcher: {launch_command}"
         )
-    fields_by_name = {name: field for field in fields for name in _flag_names(field)}
-    values, first_keys = dict[str, Any](), dict[str, str]()
-    for key, value in without_removed(content).items():
-        name = str(key).replace("-", "_").strip("_")
-        if name in REMOVED_FLAGS:
-            raise ValueError(f"--config {path}{_why_removed(name)}")
-        if name not in fields_by_name:
-            suggestion = did_you_mean(name, fields_by_name)
+    field_by_name = {name: field for field in fields for name in _flag_names(field)}
+    value_by_flag, first_key_by_flag = dict[str, Any](), dict[str, str]()
+    for config_key, config_value in without_removed_flags(config_content).items():
+        flag_name = str(config_key).replace("-", "_").strip("_")
+        if flag_name in REMOVED_FLAGS:
+            raise ValueError(f"--config {config_path}{_explain_removal(flag_name)}")
+        if flag_name not in field_by_name:
+            suggestion = did_you_mean(flag_name, field_by_name)
             advice = f", {suggestion}" if suggestion else ""
-            raise ValueError(f"--config {path} contains the unknown key {shortened(str(key))}{advice}")
-        field = fields_by_name[name]
-        if (first_key := first_keys.setdefault(field.name, key)) != key:
-            raise ValueError(f"--config {path}: {two_names_message(first_key, key)}")
-        if value is None and field.default is None:
-            continue
-        second_name, template = field.metadata["also"]
-        if name == second_name:
-            value = template.format(value)
-        values[field.name] = typed_value(field, value, f"--config {path}: {key}")
-    return values
+            quoted_key = shortened(str(config_key))
+            raise ValueError(f"--config {config_path} contains the unknown key {quoted_key}{advice}")
+        field = field_by_name[flag_name]
+        if (first_key := first_key_by_flag.setdefault(field.name, config_key)) != config_key:
+            raise ValueError(f"--config {config_path}: {two_names_message(first_key, config_key)}")
+        if config_value is None and field.default is None:
+            continue  # the default applies
+        second_name, value_template = field.metadata["also"]
+        if flag_name == second_name:
+            config_value = value_template.format(config_value)
+        value_by_flag[field.name] = typed_value(field, config_value, f"--config {config_path}: {config_key}")
+    return value_by_flag
 
 
-def typed_value(field: dataclasses.Field, value: Any, name: str) -> Any:
-    """Convert and check the value of a field. Raise ValueError with a message that begins with `name`."""
-    if value == "":
-        raise ValueError(f"{name} {EMPTY_VALUE}")
+def typed_value(field: dataclasses.Field, raw_value: Any, flag_label: str) -> Any:
+    """Convert and check the value of a field.
+
+    Raise ValueError with a message that begins with `flag_label`.
+    """
+    if raw_value == "":
+        raise ValueError(f"{flag_label} {EMPTY_VALUE}")
     try:
-        converted = _converted_value(field, value)
+        converted_value = _convert_value(field, raw_value)
     except (ValueError, TypeError):
-        example = (
-            "numbers, for example 4,8,32" if int in typing.get_args(field.type) else "words, for example a,b"
-        )
-        descriptions = {
-            "int": "a whole number",
-            "float": "a number",
-            "bool": "true or false",
-            "tuple": f"a list of {example}",
-        }
-        expected_form = descriptions.get(_base_type(field).__name__, "text")
-        if _is_range(field):
-            expected_form = "two numbers, for example 0.08,1"
-        raise ValueError(f"{name} {shortened(str(value))}: the value must be {expected_form}") from None
-    return _checked_value(field, converted, name)
+        value_text, expected_form = shortened(str(raw_value)), _expected_form(field)
+        raise ValueError(f"{flag_label} {value_text}: the value must be {expected_form}") from None
+    return _check_value(field, converted_value, flag_label)
+
+
+def _expected_form(field: dataclasses.Field) -> str:
+    """Describe the form of a field's values for an error message, for example as `a whole number`."""
+    if _is_number_range(field):
+        return "two numbers, for example 0.08,1"
+    has_number_items = int in typing.get_args(field.type)
+    form_by_type = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        tuple: f"a list of {'numbers, for example 4,8,32' if has_number_items else 'words, for example a,b'}",
+    }
+    return form_by_type.get(_base_type(field), "text")

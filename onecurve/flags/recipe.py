@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from onecurve.flags.fields import (
     Parser,
     add_flag,
-    as_text,
     flag,
     flag_facts_of,
+    flag_value_text,
     flags_where,
     read_config,
     setting,
@@ -31,7 +31,7 @@ from onecurve.system.text import plural
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-RecipeType = TypeVar("RecipeType", bound="DataclassInstance")
+DataclassT = TypeVar("DataclassT", bound="DataclassInstance")
 RecipeT = TypeVar("RecipeT", bound="Recipe")
 
 
@@ -40,30 +40,28 @@ class Metric(typing.NamedTuple):
 
     evaluation.py computes the metric, pages show it, and verify.py checks it.
 
-    Attributes:
-        title: Name of the metric on pages and in plots.
-        value: Function that computes the metric, or None for a metric that evaluate() always returns. If
-            by_class is True, the function maps the numbers of images, predictions and correct predictions in
-            each class (int64 [classes]) to numerators and denominators. The metric is the mean of the
-            quotients over the classes. If by_class is False, the function maps logits [v, classes] and labels
-            [v] to one number per image, [v].
-        is_share: True for a fraction from 0 to 1, where higher is better. False for a loss.
-        by_class: True if the metric is a mean over classes.
+    If by_class is True, the function `value` maps the numbers of images, predictions and correct predictions
+    in each class (int64 [classes]) to numerators and denominators. The metric is the mean of the quotients
+    over the classes. If by_class is False, the function maps logits [v, classes] and labels [v] to one number
+    per image, [v].
     """
 
-    title: str
+    title: str  # Name of the metric on pages and in plots
+    # Function that computes the metric, or None for a metric that evaluate() always returns
     value: Callable[..., Any] | None = None
-    is_share: bool = True
-    by_class: bool = False
+    is_share: bool = True  # True for a fraction from 0 to 1, where higher is better. False for a loss
+    by_class: bool = False  # True if the metric is a mean over classes
 
 
 METRICS = {
     "accuracy": Metric("accuracy"),
     "balanced_accuracy": Metric(
-        "balanced accuracy", lambda images, _, correct: (correct, images), by_class=True
+        "balanced accuracy", lambda image_counts, _, hits: (hits, image_counts), by_class=True
     ),
     "macro_f1": Metric(
-        "macro F1", lambda images, predicted, correct: (2 * correct, images + predicted), by_class=True
+        "macro F1",
+        lambda image_counts, predicted_counts, hits: (2 * hits, image_counts + predicted_counts),
+        by_class=True,
     ),
     "loss": Metric("loss", is_share=False),
 }
@@ -74,9 +72,9 @@ def score(metrics: dict[str, float], best_by: str) -> float:
 
     The score is based on the metric `best_by`, or on the loss if `metrics` does not contain `best_by`.
     """
-    metric = best_by if best_by in metrics else "loss"
-    sign = 1 if METRICS[metric].is_share else -1  # A lower loss is better
-    return sign * metrics[metric]
+    metric_name = best_by if best_by in metrics else "loss"
+    sign = 1 if METRICS[metric_name].is_share else -1  # A lower loss is better
+    return sign * metrics[metric_name]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +86,8 @@ class Job:
     step_graph = typing.cast(bool | None, False)
 
     batch_size: int = flag(
-        256,
-        "Number of images per optimizer step in the whole job.",
+        default=256,
+        help="Number of images per optimizer step in the whole job.",
         minimum=1,
         per_script=True,
         decides_defaults=True,
@@ -104,10 +102,10 @@ class Job:
     deterministic: bool = setting(False, replayed=True)
     deepspeed_config: str | None = setting(None, is_path=True, per_host=True)
     timeout_s: int = setting(
-        300,
-        "Number of seconds after which the job ends if a process makes no progress.",
+        default=300,
+        help="Number of seconds after which the job ends if a process makes no progress.",
         minimum=1,
-        maximum=7 * 24 * 3600,
+        maximum=7 * 24 * 3600,  # One week
     )
 
 
@@ -128,24 +126,24 @@ class Recipe(Job):
     weights = typing.cast(str | None, None)
 
     data: str = flag(
-        "generated",
-        "Name or path of the training data.",
+        default="generated",
+        help="Name or path of the training data.",
         per_script=True,
         is_path=True,
         in_names=1,
         metavar="NAME|PATH",
     )
     epochs: int = flag(
-        10,
-        "Number of passes over the training images.",
+        default=10,
+        help="Number of passes over the training images.",
         minimum=1,
         per_script=True,
         changes_memory=False,
         in_names=3,
     )
     lr: float = flag(
-        1e-3,
-        "Peak learning rate.",
+        default=1e-3,
+        help="Peak learning rate.",
         minimum=0,
         per_script=True,
         changes_memory=False,
@@ -156,7 +154,7 @@ class Recipe(Job):
     max_steps: int | None = setting(None, minimum=1)
     patience: int | None = setting(None, minimum=1)
     output_dir: str | None = setting(
-        None, also=("model_folder", "{}/*"), is_path=True, locates="results", per_host=True
+        default=None, also=("model_folder", "{}/*"), is_path=True, locates="results", per_host=True
     )
     name: str | None = setting(None, locates="results")
     resume: str = setting("auto", metavar="auto|never|PATH")
@@ -180,20 +178,21 @@ class Recipe(Job):
             )
         if "none" in self.trackers and len(self.trackers) > 1:
             raise ValueError(
-                f"--trackers {as_text(self.trackers)}: `none` can't be combined with a tracker. Remove one"
-                " of them"
+                f"--trackers {flag_value_text(self.trackers)}: `none` can't be combined with a tracker."
+                " Remove one of them"
             )
         if self.checkpoint_every != "epoch" and not re.fullmatch("[1-9][0-9]*", str(self.checkpoint_every)):
             raise ValueError(
                 f"--checkpoint_every {self.checkpoint_every}: the value must be `epoch` or a number of steps"
             )
-        name = self.filled_name()
-        if name and (name != Path(name).name or name.startswith(".")):
+        folder_name = self.filled_name()
+        if folder_name and (folder_name != Path(folder_name).name or folder_name.startswith(".")):
             raise ValueError(
-                f"--name {name}: the value must be a folder name. To specify a path, use --output_dir"
+                f"--name {folder_name}: the value must be a folder name. To specify a path, use --output_dir"
             )
-        if unknown := set(self.allow_changed) - {"optimizer", *recipe_part(self)}:
-            raise ValueError(f"--allow_changed {unknown.pop()}: the value must be the name of a recipe flag")
+        if unknown_names := set(self.allow_changed) - {"optimizer", *recipe_part(self)}:
+            unknown_name = unknown_names.pop()
+            raise ValueError(f"--allow_changed {unknown_name}: the value must be the name of a recipe flag")
         if self.s3 == "none":  # `none` overrides an address in a config file
             object.__setattr__(self, "s3", None)
         for flag_name, address in (("s3", self.s3), ("resume", self.resume)):
@@ -210,10 +209,11 @@ class Recipe(Job):
         Raise ValueError for unknown flag names.
         """
 
-        def value_in_folder_name(match: re.Match[str]) -> str:
-            if match[1] not in flag_names:
-                raise ValueError(f"--name {self.name}: {match[0]} does not contain the name of a flag")
-            return re.sub(r"[^\w.-]+", "_", as_text(getattr(self, match[1])))
+        def value_in_folder_name(placeholder: re.Match[str]) -> str:
+            flag_name = placeholder[1]
+            if flag_name not in flag_names:
+                raise ValueError(f"--name {self.name}: {placeholder[0]} does not contain the name of a flag")
+            return re.sub(r"[^\w.-]+", "_", flag_value_text(getattr(self, flag_name)))
 
         flag_names = {field.name for field in dataclasses.fields(self)} - {"name"}
         return self.name and re.sub(r"\{(\w+)\}", value_in_folder_name, self.name)
@@ -222,9 +222,9 @@ class Recipe(Job):
         """Return the recipe with defaults from the model's configuration. This method may import timm."""
         return self
 
-    def without_derived(self, recorded: dict[str, Any]) -> dict[str, Any]:
+    def without_derived(self, recorded_recipe: dict[str, Any]) -> dict[str, Any]:
         """Return a recorded recipe with this recipe's derived values in place of the recorded ones."""
-        return recorded
+        return recorded_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,11 +235,11 @@ class ImageRecipe(Recipe):
     image_column: str | None = flag(None)
     label_column: str | None = flag(None)
     holdout: float | str | None = flag(
-        None, minimum=0, also=("fold", "{}"), measures_best=True, in_names=6, metavar="N|SHARE"
+        default=None, minimum=0, also=("fold", "{}"), measures_best=True, in_names=6, metavar="N|SHARE"
     )
     image_size: int = flag(32, minimum=1, per_script=True)
     max_val_images: int | None = flag(
-        None, minimum=1, measures_best=True, training_only=True, changes_memory=False
+        default=None, minimum=1, measures_best=True, training_only=True, changes_memory=False
     )
     best_by: str = flag("accuracy", choices=tuple(METRICS), measures_best=True)
     streams: int | None = flag(None, minimum=1, changes_memory=False)
@@ -260,48 +260,47 @@ class ImageRecipe(Recipe):
         if self.streams is None:
             object.__setattr__(self, "streams", default_streams(self.batch_size))
 
-    def without_derived(self, recorded: dict[str, Any]) -> dict[str, Any]:
-        recorded_size = recorded["batch_size"]
-        were_derived = isinstance(recorded_size, int) and recorded["streams"] == default_streams(
-            recorded_size
-        )
-        are_derived = self.streams == default_streams(self.batch_size)
-        return recorded | {"streams": self.streams} if were_derived and are_derived else recorded
+    def without_derived(self, recorded_recipe: dict[str, Any]) -> dict[str, Any]:
+        batch_size, streams = recorded_recipe["batch_size"], recorded_recipe["streams"]
+        were_streams_derived = isinstance(batch_size, int) and streams == default_streams(batch_size)
+        if were_streams_derived and self.streams == default_streams(self.batch_size):
+            return recorded_recipe | {"streams": self.streams}
+        return recorded_recipe
 
 
-def parse_fold(text: str) -> tuple[int, int]:
+def parse_fold(fold_text: str) -> tuple[int, int]:
     """Parse a fold such as "2/5", which is returned as (2, 5). Raise ValueError if the text is not a fold."""
-    if match := re.fullmatch("([0-9]{1,6})/([0-9]{1,6})", text):
-        fold, folds = int(match[1]), int(match[2])
-        if 0 < fold <= folds > 1:
-            return fold, folds
-    raise ValueError(f"--fold {text}: the value must have a form such as 2/5, the second of five parts")
+    if match := re.fullmatch("([0-9]{1,6})/([0-9]{1,6})", fold_text):
+        fold_number, fold_count = map(int, match.groups())
+        if 0 < fold_number <= fold_count > 1:
+            return fold_number, fold_count
+    raise ValueError(f"--fold {fold_text}: the value must have a form such as 2/5, the second of five parts")
 
 
-HUB_PREFIX = re.compile("^(hf[-_]hub:)?timm/")
+TIMM_HUB_PREFIX = re.compile("^(hf[-_]hub:)?timm/")
 
 
-def is_hub_name(name: str) -> bool:
+def is_hub_name(model_name: str) -> bool:
     """Return True if the name is the Hugging Face Hub name of a timm model."""
-    return HUB_PREFIX.match(name) is not None
+    return TIMM_HUB_PREFIX.match(model_name) is not None
 
 
-def timm_name(name: str) -> str:
+def timm_name(model_name: str) -> str:
     """Convert a model's Hub name to a timm name.
 
     Raise ValueError if the model does not belong to timm.
     """
-    name = HUB_PREFIX.sub("", name)
-    scheme, _, address = name.rpartition(":")
+    model_name = TIMM_HUB_PREFIX.sub("", model_name)
+    scheme, _, address = model_name.rpartition(":")
     if scheme == "local-dir":
-        raise ValueError(f"--model {name} is a folder. Specify the folder with --weights {address}")
-    if scheme or "/" in name:
+        raise ValueError(f"--model {model_name} is a folder. Specify the folder with --weights {address}")
+    if scheme or "/" in model_name:
         raise ValueError(
-            f"--model {name} is not a timm model. Download the model with"
-            f" `hf download {address} --local-dir DIR`. Then specify --weights DIR, and set --model to the"
-            " architecture in DIR/config.json"
+            f"--model {model_name} is not a timm model. Download the model with"
+            f" `hf download {address} --local-dir DIR`. Then specify --weights DIR,"
+            " and set --model to the architecture in DIR/config.json"
         )
-    return name
+    return model_name
 
 
 # Headings and descriptions of the flag groups in --help, by the name of the class that declares the flags. A
@@ -317,8 +316,8 @@ SCRIPT_GROUP_HELP = (
 
 
 def parse(
-    recipe_class: type[RecipeType], argv: list[str] | None = None, recorded: Sequence[str] = ()
-) -> RecipeType:
+    recipe_class: type[DataclassT], argv: list[str] | None = None, recorded_words: Sequence[str] = ()
+) -> DataclassT:
     """Parse a recipe from the command line. Flags override the values in `--config FILE`.
 
     An invalid flag or key ends the job with status 2. One process per host prints an error line that names
@@ -327,52 +326,52 @@ def parse(
     Args:
         recipe_class: Dataclass of the script's recipe.
         argv: Words of the command line. If argv is None, sys.argv is used.
-        recorded: Command-line words of an earlier run. Flags in argv override these words.
+        recorded_words: Command-line words of an earlier run. Flags in argv override these words.
     """
     fields = dataclasses.fields(recipe_class)
-    parser = _parser(recipe_class, fields)
-    flag_texts = vars(parser.parse_args(argv, parser.parse_args(recorded)))
+    parser = _make_parser(recipe_class, fields)
+    text_by_flag = vars(parser.parse_args(argv, parser.parse_args(recorded_words)))
+    config_path = text_by_flag["config"]
     try:
-        values = read_config(Path(flag_texts["config"]), fields) if flag_texts["config"] else {}
+        value_by_flag = read_config(Path(config_path), fields) if config_path else {}
         for field in fields:
-            if (text := flag_texts[field.name]) is not None:
-                values[field.name] = typed_value(field, text, f"--{field.name}")
-        if is_under_deepspeed():
-            values["deepspeed_config"] = values.get("deepspeed_config") or _default_deepspeed_config()
-        recipe = recipe_class(**values)
+            if (flag_text := text_by_flag[field.name]) is not None:
+                value_by_flag[field.name] = typed_value(field, flag_text, f"--{field.name}")
+        if is_under_deepspeed() and not value_by_flag.get("deepspeed_config"):
+            value_by_flag["deepspeed_config"] = _default_deepspeed_config()
+        recipe = recipe_class(**value_by_flag)
     except ValueError as error:
         parser.error(str(error))
-    if flag_texts["print_config"]:
-        parser.print_once(as_yaml(recipe))
+    if text_by_flag["print_config"]:
+        parser.print_once_per_host(as_yaml(recipe))
         sys.exit(0)
     return recipe
 
 
-def _parser(recipe_class: type, fields: tuple[dataclasses.Field, ...]) -> Parser:
+def _make_parser(recipe_class: type, fields: tuple[dataclasses.Field, ...]) -> Parser:
     """Return a parser in which each class that declares flags has its own flag group."""
-    description, examples = _summary_and_examples(sys.modules[recipe_class.__module__].__doc__ or "")
-    usage = getattr(recipe_class, "usage", "%(prog)s [flags]")
+    script_docstring = sys.modules[recipe_class.__module__].__doc__ or ""
+    description, examples = _summary_and_examples(script_docstring)
     parser = Parser(
         prog=Path(sys.argv[0]).name,
-        usage=usage,
+        usage=getattr(recipe_class, "usage", "%(prog)s [flags]"),
         description=description,
         epilog=examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         add_help=False,
     )
-    # The list begins with the class that the script defines
-    classes = [base for base in recipe_class.__mro__ if dataclasses.is_dataclass(base)]
-    script_group = (parser.prog, SCRIPT_GROUP_HELP)
-    headings = [vars(cls).get("help_group") or HELP_GROUPS.get(cls.__name__, script_group) for cls in classes]
-    groups: list[Any] = [parser.add_argument_group(*heading) for heading in headings]
+    group_by_class: dict[type, Any] = {}  # begins with the class that the script defines
+    for flag_class in filter(dataclasses.is_dataclass, recipe_class.__mro__):
+        script_group = (parser.prog, SCRIPT_GROUP_HELP)
+        default_group = HELP_GROUPS.get(flag_class.__name__, script_group)
+        group_title, group_help = vars(flag_class).get("help_group") or default_group
+        group_by_class[flag_class] = parser.add_argument_group(group_title, group_help)
     unit = recipe_class.unit if issubclass(recipe_class, Job) else "images"
-    flag_facts = flag_facts_of(recipe_class)
+    facts_by_flag = flag_facts_of(recipe_class)
     for field in fields:
-        class_index = next(
-            index for index, base in enumerate(classes) if field.name in inspect.get_annotations(base)
-        )
-        add_flag(groups[class_index], field, unit, flag_facts[field.name].metavar)
+        declaring_class = next(cls for cls in group_by_class if field.name in inspect.get_annotations(cls))
+        add_flag(group_by_class[declaring_class], field, unit, facts_by_flag[field.name].metavar)
     config_group = parser.add_argument_group("flags", "Configuration file and help.")
     config_group.add_argument(
         "--config",
@@ -390,35 +389,38 @@ def _parser(recipe_class: type, fields: tuple[dataclasses.Field, ...]) -> Parser
 
 def _summary_and_examples(docstring: str) -> tuple[str, str]:
     """Return the first paragraph and the examples (indented lines) of a script's docstring."""
-    commands = [line.strip() for line in docstring.splitlines() if line.startswith("    ")]
-    examples = "\n".join(["examples:", *(f"  {command}" for command in commands)]) if commands else ""
-    return docstring.partition("\n\n")[0], examples
+    first_paragraph, _, _ = docstring.partition("\n\n")
+    example_commands = [line.strip() for line in docstring.splitlines() if line.startswith("    ")]
+    if not example_commands:
+        return first_paragraph, ""
+    return first_paragraph, "\n".join(["examples:", *(f"  {command}" for command in example_commands)])
 
 
 def _default_deepspeed_config() -> str | None:
-    file = ROOT / "ds_configs" / "zero2.json"
-    return str(file) if file.exists() else None
+    zero2_config = ROOT / "ds_configs" / "zero2.json"
+    return str(zero2_config) if zero2_config.exists() else None
 
 
-_parsed_recipes: dict[type, Any] = {}  # {recipe class: this process's recipe}
+_recipe_by_class: dict[type, Any] = {}  # {recipe class: this process's recipe}
 
 
-def from_flags(recipe_class: type[RecipeType]) -> RecipeType:
+def from_flags(recipe_class: type[DataclassT]) -> DataclassT:
     """Return this process's recipe. The flags are parsed only once, because --config may be a pipe."""
-    if recipe_class not in _parsed_recipes:
-        _parsed_recipes[recipe_class] = parse(recipe_class)
-    return _parsed_recipes[recipe_class]
+    if recipe_class not in _recipe_by_class:
+        _recipe_by_class[recipe_class] = parse(recipe_class)
+    return _recipe_by_class[recipe_class]
 
 
 def recipe_part(recipe: Job) -> dict[str, Any]:
     """Return the recipe fields that affect the trained model."""
-    return {name: getattr(recipe, name) for name in flags_where(type(recipe), "part_of_recipe")}
+    recipe_flags = flags_where(type(recipe), "part_of_recipe")
+    return {flag_name: getattr(recipe, flag_name) for flag_name in recipe_flags}
 
 
 def agreed_part(job: Job) -> dict[str, Any]:
     """Return the recipe fields that must have the same value on all ranks."""
-    exempt = flags_where(type(job), "per_host")
-    return {name: value for name, value in vars(job).items() if name not in exempt}
+    per_host_flags = flags_where(type(job), "per_host")
+    return {name: flag_value for name, flag_value in vars(job).items() if name not in per_host_flags}
 
 
 def without_training_flags(recipe: RecipeT) -> RecipeT:
@@ -432,11 +434,8 @@ def as_yaml(recipe: "DataclassInstance") -> str:
     """Return the recipe as the content of a YAML file for --config."""
     import yaml
 
-    flags = dataclasses.asdict(recipe)
-    without_tuples = {
-        name: list(value) if isinstance(value, tuple) else value for name, value in flags.items()
-    }
-    return yaml.safe_dump(without_tuples, sort_keys=False, default_flow_style=None, allow_unicode=True)
+    value_by_flag = dataclasses.asdict(recipe)
+    return yaml.safe_dump(value_by_flag, sort_keys=False, default_flow_style=None, allow_unicode=True)
 
 
 @dataclass(frozen=True)
@@ -445,14 +444,15 @@ class Batch:
 
     total: int  # Images per optimizer step in the whole job
     per_device: int  # Images per forward pass on one device
-    processes: int
+    processes: int  # Processes in the whole job
     accumulations: int  # Forward passes per optimizer step on one device
-    unit: str = "images"
+    unit: str = "images"  # Word for samples in messages
 
     def __str__(self) -> str:
         samples = plural(self.per_device, self.unit.removesuffix("s"))
         processes = plural(self.processes, "process")
-        return f"batch {self.total} = {samples} x {processes} x {plural(self.accumulations, 'accumulation')}"
+        accumulations = plural(self.accumulations, "accumulation")
+        return f"batch {self.total} = {samples} x {processes} x {accumulations}"
 
     def micro_batches(self, rank: int) -> range:
         """Return the indices of this rank's micro-batches within a step."""
@@ -460,9 +460,9 @@ class Batch:
 
     def smaller_per_device(self) -> int | None:
         """Return the largest valid per_device that is at most half of the current value, or None."""
-        per_process = self.total // self.processes
+        images_per_process = self.total // self.processes
         smaller_sizes = range(self.per_device // 2, 0, -1)
-        return next((size for size in smaller_sizes if per_process % size == 0), None)
+        return next((size for size in smaller_sizes if images_per_process % size == 0), None)
 
 
 def share_out(batch_size: int, per_device: int | None, processes: int, unit: str = "images") -> Batch:
@@ -477,20 +477,25 @@ def share_out(batch_size: int, per_device: int | None, processes: int, unit: str
                 f" Choose {_nearest_multiples(batch_size, processes)}"
             )
         per_device = batch_size // processes
-    if batch_size % (per_device * processes):
+    images_per_pass = per_device * processes  # forward passes of all processes together
+    if batch_size % images_per_pass:
         raise ValueError(
             f"--batch_size {batch_size} is not a multiple of --per_device_batch_size {per_device}"
-            f" x {processes} processes = {per_device * processes}."
-            f" Choose {_nearest_divisors(batch_size / processes, per_device)}--batch_size"
-            f" {_nearest_multiples(batch_size, per_device * processes)}"
+            f" x {processes} processes = {images_per_pass}."
+            f" Choose {_suggest_per_device_sizes(batch_size / processes, per_device)}"
+            f"--batch_size {_nearest_multiples(batch_size, images_per_pass)}"
         )
-    return Batch(batch_size, per_device, processes, batch_size // (per_device * processes), unit)
+    return Batch(batch_size, per_device, processes, batch_size // images_per_pass, unit)
 
 
-def usable_processes(batch_size: int, per_device: int | None, most: int, step: int = 1) -> list[int]:
-    """Return the multiples of `step` up to `most` that are valid process counts for the batch."""
-    process_counts = range(step, most + 1, step)
+def usable_processes(batch_size: int, per_device: int | None, max_processes: int, step: int = 1) -> list[int]:
+    """Return the multiples of `step` up to `max_processes` that are valid process counts for the batch."""
+    process_counts = range(step, max_processes + 1, step)
     return [count for count in process_counts if batch_size % (count * (per_device or 1)) == 0]
+
+
+MAX_DEFAULT_STREAMS = 64  # maximum default number of streams in which shards are read in parallel
+COUNTED_PROCESSES = range(1, 17)  # process counts that default_streams() considers
 
 
 def default_streams(batch_size: int) -> int:
@@ -500,28 +505,31 @@ def default_streams(batch_size: int) -> int:
     counts. The number of streams depends only on the batch size, so the image order is the same regardless of
     the number of processes.
     """
-    if batch_size % 64 == 0:
-        return 64
+    if batch_size % MAX_DEFAULT_STREAMS == 0:
+        return MAX_DEFAULT_STREAMS
 
     def flexibility(streams: int) -> tuple[int, int]:
         """Return how many process counts up to 16 are valid, and the number of streams."""
-        return sum(streams % processes == 0 for processes in range(1, 17)), streams
+        return sum(streams % processes == 0 for processes in COUNTED_PROCESSES), streams
 
-    return max((streams for streams in range(1, 64) if batch_size % streams == 0), key=flexibility)
+    valid_streams = [streams for streams in range(1, MAX_DEFAULT_STREAMS) if batch_size % streams == 0]
+    return max(valid_streams, key=flexibility)
 
 
-def _nearest_divisors(per_process: float, per_device: int) -> str:
+def _suggest_per_device_sizes(images_per_process: float, per_device: int) -> str:
     """Return a phrase that suggests the nearest valid values of --per_device_batch_size, or ""."""
-    divisors = [size for size in range(1, math.floor(per_process) + 1) if per_process % size == 0]
-    smaller_divisors = [size for size in divisors if size < per_device]
-    larger_divisors = [size for size in divisors if size > per_device]
-    nearest = [*smaller_divisors[-1:], *larger_divisors[:1]]
-    if not nearest:
-        return ""
-    return f"--per_device_batch_size {' or '.join(map(str, nearest))}, which does not change the recipe, or "
+    possible_sizes = range(1, math.floor(images_per_process) + 1)
+    valid_sizes = [size for size in possible_sizes if images_per_process % size == 0]
+    smaller_sizes = [size for size in valid_sizes if size < per_device]
+    larger_sizes = [size for size in valid_sizes if size > per_device]
+    nearest_sizes = [*smaller_sizes[-1:], *larger_sizes[:1]]
+    if not nearest_sizes:
+        return ""  # no other size is valid
+    size_choice = " or ".join(map(str, nearest_sizes))
+    return f"--per_device_batch_size {size_choice}, which does not change the recipe, or "
 
 
-def _nearest_multiples(number: int, divisor: int) -> str:
-    """Return a phrase that lists the nearest multiples of `divisor` below and above a number."""
-    multiple_below = number // divisor * divisor
+def _nearest_multiples(batch_size: int, divisor: int) -> str:
+    """Return a phrase that lists the nearest multiples of `divisor` below and above a batch size."""
+    multiple_below = batch_size // divisor * divisor
     return f"{multiple_below} or {multiple_below + divisor}" if multiple_below else f"{divisor}"

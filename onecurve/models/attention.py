@@ -6,6 +6,7 @@ handles layers with masks, dropout, or query and key norms, as well as fp32, CPU
 """
 
 import importlib.util
+import math
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,20 +17,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-MAX_KERNEL_TOKENS, MAX_KERNEL_HEAD_SIZE = 256, 64
+MAX_KERNEL_TOKENS = 256  # maximum number of tokens per image that the kernel supports
+MAX_KERNEL_HEAD_SIZE = 64  # maximum number of channels per head that the kernel supports
 MAX_RELATIVE_ERROR = 0.02  # maximum error relative to the result's norm; rounding to bf16 causes about 0.003
-HALF_DTYPES = (torch.bfloat16, torch.float16)
-# Minimum number of tokens for cuDNN. With 197 tokens on an H200, cuDNN took 0.456 ms and flash attention took
-# 0.615 ms.
-CUDNN_MIN_TOKENS = 129
+HALF_DTYPES = (torch.bfloat16, torch.float16)  # dtypes that the kernel supports
+# With 197 tokens on an H200, cuDNN took 0.456 ms and flash attention took 0.615 ms.
+CUDNN_MIN_TOKENS = 129  # minimum number of tokens for which torch prefers cuDNN
+# torch's attention kernels in the order in which torch tries them if cuDNN is preferred
 CUDNN_FIRST_BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 CUDNN_FIRST_BACKENDS += [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def plain_attention(qkv: Tensor) -> Tensor:
     """Compute the kernel's attention in plain torch, in at least fp32: [B, N, 3, H, D] -> [B, N, H, D]."""
-    precise = qkv.to(torch.promote_types(qkv.dtype, torch.float32))
-    q, k, v = precise.permute(2, 0, 3, 1, 4)  # each [B, H, N, D]
+    precise_qkv = qkv.to(torch.promote_types(qkv.dtype, torch.float32))
+    q, k, v = precise_qkv.permute(2, 0, 3, 1, 4)  # each [B, H, N, D]
     scores = q @ k.transpose(-2, -1) * qkv.shape[-1] ** -0.5
     return (scores.softmax(-1) @ v).transpose(1, 2).to(qkv.dtype)
 
@@ -47,25 +49,27 @@ class Attention:
     CHILD_NAMES = ("qkv", "q_norm", "k_norm", "attn_drop", "proj", "proj_drop")
     tokens = 0  # number of tokens per image in training, or 0 if unknown
     kernel_tokens = 0  # maximum number of tokens for which training uses the kernel
-    prefers_cudnn = False
+    prefers_cudnn = False  # True if torch tries cuDNN's attention first in training
 
     def forward(self: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        batch, tokens, _ = x.shape
-        qkv = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, -1)
+        batch_size, token_count, _ = x.shape
+        qkv = self.qkv(x).reshape(batch_size, token_count, 3, self.num_heads, -1)
         is_masked = attn_mask is not None or is_causal
-        if self.training and tokens <= self.kernel_tokens and not is_masked and qkv.dtype in HALF_DTYPES:
+        is_short = token_count <= self.kernel_tokens
+        if self.training and is_short and not is_masked and qkv.dtype in HALF_DTYPES:
             x = _kernel_attention(qkv)
         else:
-            q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # [B, heads, N, C / heads]
-            q, k, dropout = self.q_norm(q), self.k_norm(k), self.attn_drop.p if self.training else 0.0
-            with self.backends(tokens):
-                x = F.scaled_dot_product_attention(q, k, v, attn_mask, dropout, is_causal)
+            q, k, v = (tensor.transpose(1, 2) for tensor in qkv.unbind(2))  # [B, heads, N, C / heads]
+            q, k = self.q_norm(q), self.k_norm(k)
+            dropout_rate = self.attn_drop.p if self.training else 0.0
+            with self.backends(token_count):
+                x = F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_rate, is_causal)
             x = x.transpose(1, 2)
         return self.proj_drop(self.proj(x.flatten(2)))
 
-    def backends(self: Any, tokens: int) -> AbstractContextManager[Any]:
+    def backends(self: Any, token_count: int) -> AbstractContextManager[Any]:
         """Return a context manager that sets the order in which torch tries its attention kernels."""
-        if self.training and self.prefers_cudnn and tokens >= CUDNN_MIN_TOKENS:
+        if self.training and self.prefers_cudnn and token_count >= CUDNN_MIN_TOKENS:
             return sdpa_kernel(CUDNN_FIRST_BACKENDS, set_priority=True)
         return nullcontext()
 
@@ -74,11 +78,11 @@ class Attention:
 
     def fits_kernel(self: Any) -> bool:
         head_size = self.head_size()
-        is_plain = isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity)
-        has_suitable_size = (
-            0 < self.tokens <= MAX_KERNEL_TOKENS and head_size <= MAX_KERNEL_HEAD_SIZE and head_size % 8 == 0
-        )
-        return has_suitable_size and is_plain and not self.attn_drop.p
+        has_suitable_head = head_size <= MAX_KERNEL_HEAD_SIZE and head_size % 8 == 0
+        has_suitable_length = 0 < self.tokens <= MAX_KERNEL_TOKENS
+        has_qk_norm = not (isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity))
+        has_dropout = self.attn_drop.p > 0
+        return has_suitable_length and has_suitable_head and not has_qk_norm and not has_dropout
 
 
 def has_kernel(device: torch.device, mixed_precision: str) -> bool:
@@ -88,7 +92,7 @@ def has_kernel(device: torch.device, mixed_precision: str) -> bool:
     multiplies bf16 values incorrectly.
     """
     if mixed_precision == "no" or importlib.util.find_spec("triton") is None:
-        return False
+        return False  # fp32 training, or Triton is not installed
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0) and not torch.version.hip
     return mixed_precision == "fp16" and os.environ.get("TRITON_INTERPRET") == "1"
@@ -96,12 +100,12 @@ def has_kernel(device: torch.device, mixed_precision: str) -> bool:
 
 def use_kernel(model: nn.Module) -> bool:
     """Make suitable attention layers use the kernel in training, and return False if there are none."""
-    layers = _suitable_layers(model)
-    if layers:
+    kernel_layers = _layers_for_kernel(model)
+    if kernel_layers:
         import onecurve.models.attention_kernels  # noqa: F401  # registers the operator and imports Triton
-    for layer in layers:
+    for layer in kernel_layers:
         layer.kernel_tokens = MAX_KERNEL_TOKENS
-    return bool(layers)
+    return bool(kernel_layers)
 
 
 def kernel_failure(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -114,37 +118,44 @@ def kernel_failure(model: nn.Module, device: torch.device, dtype: torch.dtype) -
         The reason, or an empty string if the kernel works. None means that no layer is suitable, or that the
         tensors come from plan.py and contain no data.
     """
-    shapes = {(layer.tokens, layer.num_heads, layer.head_size()) for layer in _suitable_layers(model)}
-    if not shapes or type(torch.empty(0)) is not Tensor:
-        return None
+    kernel_layers = _layers_for_kernel(model)
+    layer_shapes = {(layer.tokens, layer.num_heads, layer.head_size()) for layer in kernel_layers}
+    if not layer_shapes or type(torch.empty(0)) is not Tensor:
+        return None  # nothing to check
     import onecurve.models.attention_kernels  # noqa: F401
 
-    for tokens, heads, head_size in sorted(shapes):
-        test_values = torch.arange(2 * tokens * 3 * heads * head_size, device=device).sin().to(dtype)
-        qkv = test_values.view(2, tokens, 3, heads, head_size)
+    for token_count, head_count, head_size in sorted(layer_shapes):
+        qkv_shape = (2, token_count, 3, head_count, head_size)  # a batch of two samples
+        qkv = torch.arange(math.prod(qkv_shape), device=device).sin().to(dtype).view(qkv_shape)
         try:
-            outputs, references = (_output_and_gradient(f, qkv) for f in (_kernel_attention, plain_attention))
+            kernel_tensors = _output_and_gradient(_kernel_attention, qkv)
+            expected_tensors = _output_and_gradient(plain_attention, qkv)
         except Exception as error:  # Triton, the compiler or the driver may raise any exception
-            return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        for output, expected in zip(outputs, references, strict=True):
-            relative_error = ((output.float() - expected.float()).norm() / expected.float().norm()).item()
+            first_line, _, _ = str(error).strip().partition("\n")
+            return f"{type(error).__name__}: {first_line}"
+        for kernel_tensor, expected_tensor in zip(kernel_tensors, expected_tensors, strict=True):
+            error_norm = (kernel_tensor.float() - expected_tensor.float()).norm()
+            relative_error = (error_norm / expected_tensor.float().norm()).item()
             if not relative_error < MAX_RELATIVE_ERROR:
-                return f"the relative error for {tokens} tokens is {relative_error:.1e}"
-    return ""
+                return f"the relative error for {token_count} tokens is {relative_error:.1e}"
+    return ""  # the kernel works
 
 
-def _suitable_layers(model: nn.Module) -> list[Any]:
+def _layers_for_kernel(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, Attention) and module.fits_kernel()]
 
 
 def _kernel_attention(qkv: Tensor) -> Tensor:
-    return torch.ops.onecurve.short_attention(qkv)[0]
+    output, _ = torch.ops.onecurve.short_attention(qkv)
+    return output
 
 
-def _output_and_gradient(attention: Callable[[Tensor], Tensor], qkv: Tensor) -> tuple[Tensor, Tensor]:
+def _output_and_gradient(
+    attention_function: Callable[[Tensor], Tensor], qkv: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return a function's output, and the gradient of half the sum of the squared outputs."""
     qkv = qkv.clone().requires_grad_()
-    output = attention(qkv)
+    output = attention_function(qkv)
     output.backward(output.detach())
     assert qkv.grad is not None
     return output.detach(), qkv.grad
@@ -157,7 +168,7 @@ def prefer_cudnn(model: nn.Module, device: torch.device) -> None:
     deterministic training, because torch refuses cuDNN's attention in deterministic mode.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
-        return
+        return  # torch keeps its default order
     for module in model.modules():
         if isinstance(module, Attention):
             module.prefers_cudnn = True

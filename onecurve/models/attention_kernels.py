@@ -38,108 +38,121 @@ from torch.utils.flop_counter import register_flop_formula
 class Tiles(NamedTuple):
     """Tile sizes for programs that process more than MAX_WHOLE_TOKENS tokens."""
 
-    rows: int  # queries per program, or 0 for all queries
+    queries: int  # queries per program, or 0 for all queries
     keys: int  # keys per tile
-    warps: int
+    warps: int  # warps per program
 
 
 MAX_WHOLE_TOKENS = 64  # maximum number of tokens for which a program keeps a whole head in registers
 WHOLE_WARPS = 4  # warps per program; 4 was the fastest of 1, 2, 4 and 8 on an H200 with 50 tokens
 # These tile sizes were chosen based on the compiled kernels' register and shared-memory use. The kernels'
 # speed with these sizes has not been measured on a GPU yet.
-FORWARD_TILES, BACKWARD_TILES = Tiles(64, 32, 4), Tiles(0, 32, 8)
+FORWARD_TILES = Tiles(queries=64, keys=32, warps=4)
+BACKWARD_TILES = Tiles(queries=0, keys=32, warps=8)
 LOG2_E = tl.constexpr(1.4426950408889634)  # converts exponents to base 2, because GPUs compute powers of 2
 
 
 @triton.jit
-def _rows(first, stride: tl.constexpr, N: tl.constexpr, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
-    """Return memory offsets and a validity mask, both [R, P], for R tokens starting at token `first`."""
-    n, d = first + tl.arange(0, R), tl.arange(0, P)
-    return n[:, None] * stride + d[None, :], (n[:, None] < N) & (d[None, :] < D)
+def _tile_offsets(
+    first_token, stride: tl.constexpr, TOKENS: tl.constexpr, HEAD_SIZE: tl.constexpr, COUNT: tl.constexpr,
+    PADDED: tl.constexpr,
+):  # fmt: skip
+    """Return memory offsets and a validity mask, both [COUNT, PADDED], for tokens from `first_token`.
+
+    PADDED is the padded head size.
+    """
+    token, channel = first_token + tl.arange(0, COUNT), tl.arange(0, PADDED)
+    offsets = token[:, None] * stride + channel[None, :]
+    return offsets, (token[:, None] < TOKENS) & (channel[None, :] < HEAD_SIZE)
 
 
 @triton.jit
-def _scores(q, k, first, N: tl.constexpr, T: tl.constexpr, SCALE: tl.constexpr):
-    """Return base-2 logarithms of the softmax numerators for T keys starting at key `first`: [R, T]."""
+def _scores(q, k, first_key, TOKENS: tl.constexpr, KEYS: tl.constexpr, SCALE: tl.constexpr):
+    """Return base-2 logarithms of the softmax numerators for keys from `first_key`: [QUERIES, KEYS]."""
     scores = tl.dot(q, tl.trans(k)) * (SCALE * LOG2_E)
-    return tl.where((first + tl.arange(0, T))[None, :] < N, scores, float("-inf"))
+    return tl.where((first_key + tl.arange(0, KEYS))[None, :] < TOKENS, scores, float("-inf"))
 
 
 @triton.jit
 def _forward(
-    qkv, out, logs, N: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
-    T: tl.constexpr, SCALE: tl.constexpr,
+    qkv, out, logs, TOKENS: tl.constexpr, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the attention output for R tokens of a head per program, in tiles of T keys."""
-    BLOCKS: tl.constexpr = (N + R - 1) // R
-    number, first = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * R
-    sample, head = (number // H).to(tl.int64), number % H
-    start = qkv + sample * (N * 3 * H * D) + head * D
-    rows, mask = _rows(first, 3 * H * D, N, D, R, P)
-    q = tl.load(start + rows, mask, 0.0)
-    if T >= N:
-        tile, exists = _rows(0, 3 * H * D, N, D, T, P)
-        k = tl.load(start + H * D + tile, exists, 0.0)
-        v = tl.load(start + 2 * H * D + tile, exists, 0.0)
-        scores = _scores(q, k, 0, N, T, SCALE)
+    """Compute the attention output for QUERIES tokens of a head per program, in tiles of KEYS keys."""
+    BLOCKS: tl.constexpr = (TOKENS + QUERIES - 1) // QUERIES
+    CHANNELS: tl.constexpr = HEADS * HEAD_SIZE
+    flat_head, first_query = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * QUERIES
+    sample, head = (flat_head // HEADS).to(tl.int64), flat_head % HEADS
+    qkv_head = qkv + sample * (TOKENS * 3 * CHANNELS) + head * HEAD_SIZE
+    query_offsets, query_mask = _tile_offsets(first_query, 3 * CHANNELS, TOKENS, HEAD_SIZE, QUERIES, PADDED)
+    q = tl.load(qkv_head + query_offsets, query_mask, 0.0)
+    if KEYS >= TOKENS:  # one tile contains all keys
+        key_offsets, key_mask = _tile_offsets(0, 3 * CHANNELS, TOKENS, HEAD_SIZE, KEYS, PADDED)
+        k = tl.load(qkv_head + CHANNELS + key_offsets, key_mask, 0.0)
+        v = tl.load(qkv_head + 2 * CHANNELS + key_offsets, key_mask, 0.0)
+        scores = _scores(q, k, 0, TOKENS, KEYS, SCALE)
         p = tl.exp2(scores - tl.max(scores, 1)[:, None])
-        o, total = tl.dot(p.to(v.dtype), v), tl.sum(p, 1)
+        weighted_sum, denominator = tl.dot(p.to(v.dtype), v), tl.sum(p, 1)
     else:
-        largest = tl.full([R], float("-inf"), tl.float32)
-        o, total = tl.zeros([R, P], tl.float32), tl.zeros([R], tl.float32)
-        for key in range(0, N, T):
-            tile, exists = _rows(key, 3 * H * D, N, D, T, P)
-            k = tl.load(start + H * D + tile, exists, 0.0)
-            v = tl.load(start + 2 * H * D + tile, exists, 0.0)
-            scores = _scores(q, k, key, N, T, SCALE)
-            before, largest = largest, tl.maximum(largest, tl.max(scores, 1))
-            p, shrink = tl.exp2(scores - largest[:, None]), tl.exp2(before - largest)
-            o = tl.dot(p.to(v.dtype), v, o * shrink[:, None])
-            total = total * shrink + tl.sum(p, 1)
-        n = first + tl.arange(0, R)
-        tl.store(logs + number * N + n, largest + tl.log2(total), n < N)
-    rows, mask = _rows(first, H * D, N, D, R, P)
-    tl.store(out + sample * (N * H * D) + head * D + rows, (o / total[:, None]).to(q.dtype), mask)
+        running_max = tl.full([QUERIES], float("-inf"), tl.float32)
+        weighted_sum = tl.zeros([QUERIES, PADDED], tl.float32)
+        denominator = tl.zeros([QUERIES], tl.float32)
+        for first_key in range(0, TOKENS, KEYS):
+            key_offsets, key_mask = _tile_offsets(first_key, 3 * CHANNELS, TOKENS, HEAD_SIZE, KEYS, PADDED)
+            k = tl.load(qkv_head + CHANNELS + key_offsets, key_mask, 0.0)
+            v = tl.load(qkv_head + 2 * CHANNELS + key_offsets, key_mask, 0.0)
+            scores = _scores(q, k, first_key, TOKENS, KEYS, SCALE)
+            previous_max, running_max = running_max, tl.maximum(running_max, tl.max(scores, 1))
+            p, rescaling = tl.exp2(scores - running_max[:, None]), tl.exp2(previous_max - running_max)
+            weighted_sum = tl.dot(p.to(v.dtype), v, weighted_sum * rescaling[:, None])
+            denominator = denominator * rescaling + tl.sum(p, 1)
+        query = first_query + tl.arange(0, QUERIES)
+        tl.store(logs + flat_head * TOKENS + query, running_max + tl.log2(denominator), query < TOKENS)
+    out_offsets, out_mask = _tile_offsets(first_query, CHANNELS, TOKENS, HEAD_SIZE, QUERIES, PADDED)
+    out_head = out + sample * (TOKENS * CHANNELS) + head * HEAD_SIZE
+    tl.store(out_head + out_offsets, (weighted_sum / denominator[:, None]).to(q.dtype), out_mask)
 
 
 @triton.jit
 def _backward(
-    qkv, out, logs, gradient, packed, N: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    R: tl.constexpr, T: tl.constexpr, SCALE: tl.constexpr,
+    qkv, out, logs, out_gradient, qkv_gradient, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of one head per program (R >= N). The gradients of padding rows are 0."""
-    sample, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    rows, mask = _rows(0, H * D, N, D, R, P)
-    rows += sample * (N * H * D) + head * D
-    do = tl.load(gradient + rows, mask, 0.0)
-    if T < N:
-        n = tl.arange(0, R)
-        log = tl.load(logs + tl.program_id(0) * N + n, n < N, 0.0)
-        mean = tl.sum(do.to(tl.float32) * tl.load(out + rows, mask, 0.0).to(tl.float32), 1)
-    start = sample * (N * 3 * H * D) + head * D
-    rows, mask = _rows(0, 3 * H * D, N, D, R, P)
-    q = tl.load(qkv + start + rows, mask, 0.0)
-    dq = tl.zeros([R, P], tl.float32)
-    for key in range(0, N, T):
-        tile, exists = _rows(key, 3 * H * D, N, D, T, P)
-        tile += start
-        k = tl.load(qkv + tile + H * D, exists, 0.0)
-        v = tl.load(qkv + tile + 2 * H * D, exists, 0.0)
-        scores = _scores(q, k, key, N, T, SCALE)
-        if T < N:
-            p = tl.exp2(scores - log[:, None])
+    """Compute the gradients of one head per program (QUERIES >= TOKENS). Padding rows have zero gradients."""
+    CHANNELS: tl.constexpr = HEADS * HEAD_SIZE
+    sample, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
+    out_offsets, out_mask = _tile_offsets(0, CHANNELS, TOKENS, HEAD_SIZE, QUERIES, PADDED)
+    out_offsets += sample * (TOKENS * CHANNELS) + head * HEAD_SIZE
+    do = tl.load(out_gradient + out_offsets, out_mask, 0.0)
+    if KEYS < TOKENS:  # several tiles of keys
+        query = tl.arange(0, QUERIES)
+        log_denominator = tl.load(logs + tl.program_id(0) * TOKENS + query, query < TOKENS, 0.0)
+        mean_dp = tl.sum(do.to(tl.float32) * tl.load(out + out_offsets, out_mask, 0.0).to(tl.float32), 1)
+    head_start = sample * (TOKENS * 3 * CHANNELS) + head * HEAD_SIZE
+    query_offsets, query_mask = _tile_offsets(0, 3 * CHANNELS, TOKENS, HEAD_SIZE, QUERIES, PADDED)
+    q = tl.load(qkv + head_start + query_offsets, query_mask, 0.0)
+    dq = tl.zeros([QUERIES, PADDED], tl.float32)
+    for first_key in range(0, TOKENS, KEYS):
+        key_offsets, key_mask = _tile_offsets(first_key, 3 * CHANNELS, TOKENS, HEAD_SIZE, KEYS, PADDED)
+        key_offsets += head_start
+        k = tl.load(qkv + key_offsets + CHANNELS, key_mask, 0.0)
+        v = tl.load(qkv + key_offsets + 2 * CHANNELS, key_mask, 0.0)
+        scores = _scores(q, k, first_key, TOKENS, KEYS, SCALE)
+        if KEYS < TOKENS:  # several tiles of keys
+            p = tl.exp2(scores - log_denominator[:, None])
         else:
             p = tl.exp2(scores - tl.max(scores, 1)[:, None])
             p = p / tl.sum(p, 1)[:, None]
         dv = tl.dot(tl.trans(p.to(q.dtype)), do)
-        tl.store(packed + tile + 2 * H * D, dv.to(q.dtype), exists)
+        tl.store(qkv_gradient + key_offsets + 2 * CHANNELS, dv.to(q.dtype), key_mask)
         dp = tl.dot(do, tl.trans(v))
-        if T >= N:
-            mean = tl.sum(p * dp, 1)
-        ds = (p * (dp - mean[:, None]) * SCALE).to(q.dtype)
+        if KEYS >= TOKENS:  # one tile contains all keys
+            mean_dp = tl.sum(p * dp, 1)
+        ds = (p * (dp - mean_dp[:, None]) * SCALE).to(q.dtype)
         dq = tl.dot(ds, k, dq)
-        tl.store(packed + tile + H * D, tl.dot(tl.trans(ds), q).to(q.dtype), exists)
-    tl.store(packed + start + rows, dq.to(q.dtype), mask)
+        tl.store(qkv_gradient + key_offsets + CHANNELS, tl.dot(tl.trans(ds), q).to(q.dtype), key_mask)
+    tl.store(qkv_gradient + head_start + query_offsets, dq.to(q.dtype), query_mask)
 
 
 @triton_op("onecurve::short_attention", mutates_args=())
@@ -150,41 +163,44 @@ def short_attention(qkv: Tensor) -> tuple[Tensor, Tensor]:
     """
     qkv = qkv.contiguous()
     out, logs = _empty_outputs(qkv)
-    programs, settings = _launch_settings(qkv, FORWARD_TILES)
-    wrap_triton(_forward)[programs](qkv, out, logs, **settings)
+    launch_grid, constants = _launch_settings(qkv, FORWARD_TILES)
+    wrap_triton(_forward)[launch_grid](qkv, out, logs, **constants)
     return out, logs
 
 
 @triton_op("onecurve::short_attention_backward", mutates_args=())
-def short_attention_backward(qkv: Tensor, out: Tensor, logs: Tensor, gradient: Tensor) -> Tensor:
+def short_attention_backward(qkv: Tensor, out: Tensor, logs: Tensor, out_gradient: Tensor) -> Tensor:
     """Compute the gradient of qkv, [B, N, 3, H, D], from the gradient of the output."""
-    qkv, gradient = qkv.contiguous(), gradient.contiguous()
-    packed = qkv.new_empty(qkv.shape)
-    programs, settings = _launch_settings(qkv, BACKWARD_TILES)
-    wrap_triton(_backward)[programs](qkv, out, logs, gradient, packed, **settings)
-    return packed
+    qkv, out_gradient = qkv.contiguous(), out_gradient.contiguous()
+    qkv_gradient = qkv.new_empty(qkv.shape)
+    launch_grid, constants = _launch_settings(qkv, BACKWARD_TILES)
+    wrap_triton(_backward)[launch_grid](qkv, out, logs, out_gradient, qkv_gradient, **constants)
+    return qkv_gradient
 
 
 def _empty_outputs(qkv: Tensor) -> tuple[Tensor, Tensor]:
     samples, tokens, _, heads, head_size = qkv.shape
     logs_shape = (samples, heads, tokens) if tokens > MAX_WHOLE_TOKENS else (0,)
-    return qkv.new_empty(samples, tokens, heads, head_size), qkv.new_empty(logs_shape, dtype=torch.float32)
+    out = qkv.new_empty(samples, tokens, heads, head_size)
+    return out, qkv.new_empty(logs_shape, dtype=torch.float32)
 
 
 def _launch_settings(qkv: Tensor, tiles: Tiles) -> tuple[tuple[int], dict[str, Any]]:
     """Return the launch grid (number of programs), and the kernel's constants and number of warps."""
     samples, tokens, _, heads, head_size = qkv.shape
-    padded_tokens = _padded(tokens)
-    rows, keys, warps = (padded_tokens, padded_tokens, WHOLE_WARPS) if tokens <= MAX_WHOLE_TOKENS else tiles
-    rows = rows or padded_tokens
-    settings = {"N": tokens, "H": heads, "D": head_size, "P": _padded(head_size), "R": rows, "T": keys}
-    settings |= {"SCALE": head_size**-0.5, "num_warps": warps}
-    return (samples * heads * triton.cdiv(tokens, rows),), settings
+    padded_tokens = _padded_length(tokens)
+    if tokens <= MAX_WHOLE_TOKENS:
+        tiles = Tiles(padded_tokens, padded_tokens, WHOLE_WARPS)
+    queries = tiles.queries or padded_tokens
+    program_count = samples * heads * triton.cdiv(tokens, queries)
+    constants = {"TOKENS": tokens, "HEADS": heads, "HEAD_SIZE": head_size, "SCALE": head_size**-0.5}
+    constants |= {"PADDED": _padded_length(head_size), "QUERIES": queries, "KEYS": tiles.keys}
+    return (program_count,), constants | {"num_warps": tiles.warps}
 
 
-def _padded(count: int) -> int:
+def _padded_length(length: int) -> int:
     """Round up to a power of 2 of at least 16, which Triton requires for the edges of matrix products."""
-    return max(16, triton.next_power_of_2(count))
+    return max(16, triton.next_power_of_2(length))
 
 
 # The fake implementations, which plan.py uses, compute only shapes and work on any device.
@@ -193,24 +209,25 @@ register_fake(short_attention_backward, lambda qkv, *_: qkv.new_empty(qkv.shape)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*inputs, *output)
+    (qkv,), (out, logs) = inputs, output
+    ctx.mark_non_differentiable(logs)
+    ctx.save_for_backward(qkv, out, logs)
 
 
-def _differentiate(ctx: Any, gradient: Tensor, _: Tensor | None) -> Tensor:
-    return short_attention_backward(*ctx.saved_tensors, gradient)
+def _differentiate(ctx: Any, out_gradient: Tensor, _: Tensor | None) -> Tensor:
+    return short_attention_backward(*ctx.saved_tensors, out_gradient)
 
 
 register_autograd(short_attention, _differentiate, setup_context=_save_for_backward)
 
 
 @register_flop_formula(torch.ops.onecurve.short_attention)
-def _forward_flops(qkv: Any, **_: Any) -> int:
-    samples, tokens, _, heads, size = qkv
-    return 4 * samples * heads * tokens**2 * size
+def _forward_flops(qkv_shape: Any, **_: Any) -> int:
+    samples, tokens, _, heads, head_size = qkv_shape
+    return 4 * samples * heads * tokens**2 * head_size
 
 
 @register_flop_formula(torch.ops.onecurve.short_attention_backward)
-def _backward_flops(qkv: Any, *_: Any, **__: Any) -> int:
+def _backward_flops(qkv_shape: Any, *_: Any, **__: Any) -> int:
     # FLOP formula of torch's attention, whose backward pass also recomputes the scores
-    return 5 * _forward_flops(qkv) // 2
+    return 5 * _forward_flops(qkv_shape) // 2

@@ -33,50 +33,54 @@ class Crop(NamedTuple):
 
     def scaled(self, size: int) -> int:
         """Return the length to which an image side is scaled before cropping, rounded down as in timm."""
-        length = size / self.crop_pct
-        return round(length) if self.interpolation == LEGACY else math.floor(length)
+        side_length = size / self.crop_pct
+        return round(side_length) if self.interpolation == LEGACY else math.floor(side_length)
 
 
 IMAGENET_CROP = Crop()
 CROP_FLAGS = ("interpolation", "crop_pct", "crop_mode")
-IMAGENET_FLAGS = {name: getattr(IMAGENET_CROP, name) for name in CROP_FLAGS}
+IMAGENET_VALUES = {flag_name: getattr(IMAGENET_CROP, flag_name) for flag_name in CROP_FLAGS}
 
 
 class DataConfig(NamedTuple):
     """Preprocessing required for a model's inputs."""
 
     mean: tuple[float, ...]  # per-channel mean for pixels in [0, 1], used for normalisation
-    std: tuple[float, ...]
+    std: tuple[float, ...]  # per-channel standard deviation
     crop: Crop = IMAGENET_CROP
 
     def to_json(self) -> dict[str, Any]:
         """Return the record that recipe.json and checkpoint manifests store."""
-        crop = {name: getattr(self.crop, name) for name in CROP_FLAGS}
-        return crop | {"mean": list(self.mean), "std": list(self.std)}
+        crop_record = {flag_name: getattr(self.crop, flag_name) for flag_name in CROP_FLAGS}
+        return crop_record | {"mean": list(self.mean), "std": list(self.std)}
 
     def __str__(self) -> str:
-        return f"{self.crop.interpolation} interpolation, crop {self.crop.crop_pct:g} {self.crop.crop_mode}"
+        crop = self.crop
+        return f"{crop.interpolation} interpolation, crop {crop.crop_pct:g} {crop.crop_mode}"
 
 
-def data_config(record: dict[str, Any], recipe: Any = None) -> DataConfig:
+def data_config(config_record: dict[str, Any], recipe: Any = None) -> DataConfig:
     """Return the configuration in a record, modified by a recipe's flags.
 
     Args:
-        record: Result of DataConfig.to_json(), or timm's data configuration.
+        config_record: Result of DataConfig.to_json(), or timm's data configuration.
         recipe: Recipe whose flags take precedence over the record, or None.
 
     Raises:
         ValueError: If the interpolation or crop mode is unknown.
     """
     recipe_values = vars(recipe) if recipe else {}
-    given_flags = {name: recipe_values[name] for name in CROP_FLAGS if recipe_values.get(name) is not None}
-    model_values = IMAGENET_FLAGS if given_flags.get("interpolation") == LEGACY else IMAGENET_FLAGS | record
-    interpolation, crop_pct, crop_mode = ((model_values | given_flags)[name] for name in CROP_FLAGS)
+    given_values = {flag: recipe_values[flag] for flag in CROP_FLAGS if recipe_values.get(flag) is not None}
+    is_legacy = given_values.get("interpolation") == LEGACY
+    model_values = IMAGENET_VALUES if is_legacy else IMAGENET_VALUES | config_record
+    crop_values = model_values | given_values
+    interpolation, crop_pct, crop_mode = (crop_values[flag_name] for flag_name in CROP_FLAGS)
     if interpolation not in (*INTERPOLATIONS, LEGACY) or crop_mode not in CROP_MODES:
         raise ValueError(
-            f"the model uses {interpolation} interpolation and crop mode {crop_mode}, and at least one of"
-            " them is not supported. Use --interpolation bicubic and --crop_mode center."
+            f"the model uses {interpolation} interpolation and crop mode {crop_mode},"
+            " and at least one of them is not supported."
+            " Use --interpolation bicubic and --crop_mode center."
         )
-    mean, std = (tuple(map(float, record[name])) for name in ("mean", "std"))
-    fill = tuple(round(255 * value) for value in mean)
+    mean, std = tuple(map(float, config_record["mean"])), tuple(map(float, config_record["std"]))
+    fill = tuple(round(255 * channel_mean) for channel_mean in mean)
     return DataConfig(mean, std, Crop(interpolation, float(crop_pct), crop_mode, fill))

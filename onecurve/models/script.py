@@ -23,19 +23,19 @@ from onecurve.flags.recipe import Recipe, parse, recipe_part, without_training_f
 from onecurve.models.timm_models import data_config_of
 from onecurve.system.paths import ROOT
 
-TRAINING_IMAGES = {"digits": 1437, "cifar10": 50_000}  # number of training images in each data set
+TRAINING_IMAGE_COUNTS = {"digits": 1437, "cifar10": 50_000}  # for data sets selected by name
 # Extensions of files that contain tables or lists of images
 TABLE_SUFFIXES = (".arrow", ".csv", ".json", ".jsonl", ".parquet")
 # Names that an exported model.py imports for use in the Model section
-MODEL_NAMES = ("json", "math", "Path", "SimpleNamespace", "torch", "F", "Tensor", "nn")
+IMPORTED_MODEL_NAMES = ("json", "math", "Path", "SimpleNamespace", "torch", "F", "Tensor", "nn")
 MOVE_ADVICE = (
     "Move imports and definitions that the model needs into the Model section. The exported model.py can use"
     " torch, but no code from this project"
 )
-CLASS_COUNT = 10  # arbitrary, because the number of classes changes a model's size only slightly
+ASSUMED_CLASS_COUNT = 10  # arbitrary, because the number of classes changes a model's size only slightly
 
 
-def own_script(script_name: str | None) -> Path:
+def project_script(script_name: str | None) -> Path:
     """Return the path of the train script named in a checkpoint's manifest.
 
     The script must belong to this project. A manifest can't specify a path, because loading a script runs its
@@ -44,30 +44,31 @@ def own_script(script_name: str | None) -> Path:
     Raises:
         ValueError: If the project contains no train script with this name.
     """
-    scripts = {path.stem: path for path in sorted(ROOT.glob("train_*.py"))}
-    if script_name not in scripts:
+    script_by_name = {path.stem: path for path in sorted(ROOT.glob("train_*.py"))}
+    if script_name not in script_by_name:
         raise ValueError(
             f"the model was trained by {script_name!r}, which is not one of this project's scripts"
-            f" ({', '.join(scripts)}). If you trust that script, pass its path with --script."
+            f" ({', '.join(script_by_name)}). If you trust that script, pass its path with --script."
         )
-    return scripts[script_name]
+    return script_by_name[script_name]
 
 
-def load_script(path: Path) -> ModuleType:
+def load_script(script_path: Path) -> ModuleType:
     """Import a train script as a module without running its main()."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = script
-    spec.loader.exec_module(script)
+    module_spec = importlib.util.spec_from_file_location(script_path.stem, script_path)
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    script = importlib.util.module_from_spec(module_spec)
+    sys.modules[script_path.stem] = script
+    module_spec.loader.exec_module(script)
     return script
 
 
-def model_section(text: str) -> str | None:
+def model_section(script_text: str) -> str | None:
     """Return the code in a script's `# --- Model` section, from which export.py creates model.py."""
-    section = re.search(r"^# --- Model\b[^\n]*\n(.*?)^# --- ", text, re.MULTILINE | re.DOTALL)
-    return section[1].strip() if section else None
+    pattern = re.compile(r"^# --- Model\b[^\n]*\n(.*?)^# --- ", re.MULTILINE | re.DOTALL)
+    match = pattern.search(script_text)
+    return match[1].strip() if match else None
 
 
 def names_from_above(section: str) -> list[str]:
@@ -75,11 +76,12 @@ def names_from_above(section: str) -> list[str]:
 
     The section is compiled but not run. Annotations are ignored, because model.py does not evaluate them.
     """
-    used_names, defined_names = set[str](), {*dir(builtins), *MODEL_NAMES}
-    code_objects: list[Any] = [compile(f"from __future__ import annotations\n{section}", "model.py", "exec")]
+    used_names, defined_names = set[str](), {*dir(builtins), *IMPORTED_MODEL_NAMES}
+    module_code = f"from __future__ import annotations\n{section}"
+    code_objects: list[Any] = [compile(module_code, "model.py", "exec")]
     while code_objects:
         code_object = code_objects.pop()
-        code_objects += [value for value in code_object.co_consts if isinstance(value, types.CodeType)]
+        code_objects += [const for const in code_object.co_consts if isinstance(const, types.CodeType)]
         for instruction in dis.get_instructions(code_object):
             if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 used_names.add(instruction.argval)
@@ -91,21 +93,19 @@ def names_from_above(section: str) -> list[str]:
 
 def recipe_class(script: ModuleType) -> type[Recipe]:
     """Return the recipe class that the script declares, or raise ValueError if there is none."""
-    declared_objects = (
-        value for value in vars(script).values() if getattr(value, "__module__", None) == script.__name__
-    )
-    recipes = [value for value in declared_objects if isinstance(value, type) and issubclass(value, Recipe)]
-    if not recipes:
-        raise ValueError(f"{script.__file__} declares no recipe, so it is not a train script")
-    return recipes[0]
+    for script_object in vars(script).values():
+        is_declared_here = getattr(script_object, "__module__", None) == script.__name__
+        if is_declared_here and isinstance(script_object, type) and issubclass(script_object, Recipe):
+            return script_object
+    raise ValueError(f"{script.__file__} declares no recipe, so it is not a train script")
 
 
-def recipe_of(script: ModuleType, words: list[str]) -> Any:
+def recipe_of(script: ModuleType, flag_words: list[str]) -> Any:
     """Return the script's recipe for these flags, with model-dependent values resolved."""
-    return parse(recipe_class(script), words).resolved()
+    return parse(recipe_class(script), flag_words).resolved()
 
 
-def as_flags(recipe: dict[str, Any], cls: type[Recipe]) -> list[str]:
+def as_flags(manifest_recipe: dict[str, Any], recipe_type: type[Recipe]) -> list[str]:
     """Convert a manifest's recipe to script flags, which are then checked like a user's flags.
 
     Flags that affect only training are omitted. Flags that this project has removed are also omitted, because
@@ -114,26 +114,31 @@ def as_flags(recipe: dict[str, Any], cls: type[Recipe]) -> list[str]:
     Raises:
         ValueError: If the recipe contains an unknown key.
     """
-    recipe = {name: value for name, value in recipe.items() if name not in REMOVED_FLAGS}
-    if unknown := recipe.keys() - recipe_part(cls()).keys():
-        raise ValueError(f"the recipe contains {unknown.pop()!r}, which {cls.__name__} does not define")
-    flags, omitted = [], flags_where(cls, "training_only")
-    for name, value in recipe.items():
-        if name in omitted or value is None or value == []:  # an empty list is always the default
+    if unknown_names := manifest_recipe.keys() - recipe_part(recipe_type()).keys() - REMOVED_FLAGS.keys():
+        unknown_name = unknown_names.pop()
+        raise ValueError(
+            f"the recipe contains {unknown_name!r}, which {recipe_type.__name__} does not define"
+        )
+    flag_words: list[str] = []
+    omitted_flags = {*REMOVED_FLAGS, *flags_where(recipe_type, "training_only")}
+    for flag_name, flag_value in manifest_recipe.items():
+        is_default = flag_value is None or flag_value == []  # an empty list is always the default
+        if flag_name in omitted_flags or is_default:
             continue
-        if isinstance(value, bool):
-            flags.append(f"--{name}" if value else f"--no_{name}")
+        if isinstance(flag_value, bool):
+            flag_words.append(f"--{flag_name}" if flag_value else f"--no_{flag_name}")
         else:
-            value_text = ",".join(map(str, value)) if isinstance(value, list) else value
-            flags.append(f"--{name}={value_text}")
-    return flags
+            value_text = ",".join(map(str, flag_value)) if isinstance(flag_value, list) else flag_value
+            flag_words.append(f"--{flag_name}={value_text}")
+    return flag_words
 
 
 def normalisation(script: ModuleType, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the per-channel mean and standard deviation that the script uses for pixels in [0, 1]."""
     if hasattr(script, "MEAN"):
         return script.MEAN, script.STD
-    return data_config_of(model)[:2]
+    data_config = data_config_of(model)
+    return data_config.mean, data_config.std
 
 
 def main() -> None:
@@ -141,25 +146,27 @@ def main() -> None:
     script = load_script(Path(sys.argv[0]))
     recipe = without_training_flags(recipe_of(script, sys.argv[1:]))
     with torch.device("meta"):
-        model = script.build_model(recipe, CLASS_COUNT) if hasattr(script, "build_model") else nn.Identity()
-    summary = {
+        has_model = hasattr(script, "build_model")
+        model = script.build_model(recipe, ASSUMED_CLASS_COUNT) if has_model else nn.Identity()
+    script_summary = {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "data": recipe.data,
-        "images": training_images(recipe.data),
+        "images": count_training_images(recipe.data),
         "batch_size": recipe.batch_size,
     }
-    print(json.dumps(summary))
+    print(json.dumps(script_summary))
 
 
-def training_images(data: str) -> int | None:
+def count_training_images(data_name: str) -> int | None:
     """Return the number of training images, or None if counting them would take long."""
-    folder = Path(data)
-    if tables := sorted(folder.rglob("train-*.parquet")):
+    data_folder = Path(data_name)
+    if tables := sorted(data_folder.rglob("train-*.parquet")):
         import pyarrow.parquet
 
         return sum(pyarrow.parquet.ParquetFile(table).metadata.num_rows for table in tables)
-    files = filter(Path.is_file, (folder / "train").rglob("*"))
-    return sum(file.suffix not in TABLE_SUFFIXES for file in files) or TRAINING_IMAGES.get(data)
+    train_files = filter(Path.is_file, (data_folder / "train").rglob("*"))
+    image_count = sum(file.suffix not in TABLE_SUFFIXES for file in train_files)
+    return image_count or TRAINING_IMAGE_COUNTS.get(data_name)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ from onecurve.system.output import log
 from onecurve.upstream.accelerate_ import block_names
 from onecurve.upstream.timm_ import replace_attention, replace_patch_convolution
 
-TRIED_SIZES = 8  # number of nearby sizes to try if a model does not accept an image size
+TRIED_SIZE_COUNT = 8  # number of nearby sizes to try if a model does not accept an image size
+SIZE_STEP = 32  # the tried sizes are multiples of this number of pixels
 
 
 def data_config_of(model: nn.Module, recipe: Any = None) -> DataConfig:
@@ -31,24 +32,26 @@ def data_config_of(model: nn.Module, recipe: Any = None) -> DataConfig:
     return data_config(resolve_model_data_config(model), recipe)
 
 
-def registered_config(name: str) -> Any:
+def registered_config(model_name: str) -> Any:
     """Return timm's configuration for named weights, or raise ValueError for an unknown name or tag."""
     import timm
 
-    if not timm.is_model(name):
-        raise ValueError(f"--model {name} is not in timm. timm.list_models('vit_*') lists the models.")
+    if not timm.is_model(model_name):
+        raise ValueError(f"--model {model_name} is not in timm. timm.list_models('vit_*') lists the models.")
     try:
-        return timm.get_pretrained_cfg(name)
+        return timm.get_pretrained_cfg(model_name)
     except RuntimeError:  # the tag is unknown
-        architecture, _, tag = name.partition(".")
-        tags = [full_name.partition(".")[2] for full_name in timm.list_pretrained(f"{architecture}.*")]
+        architecture, _, tag = model_name.partition(".")
+        full_names = timm.list_pretrained(f"{architecture}.*")
+        known_tags = [full_name.removeprefix(f"{architecture}.") for full_name in full_names]
         raise ValueError(
-            f"--model {name}: {architecture} has no weights named {tag}. Choose one of {', '.join(tags)}"
+            f"--model {model_name}: {architecture} has no weights named {tag}."
+            f" Choose one of {', '.join(known_tags)}"
         ) from None
 
 
 @functools.cache  # cached because telemetry builds the model a second time
-def fitting(name: str, size: int, **options: Any) -> dict[str, Any]:
+def fitting(model_name: str, size: int, **options: Any) -> dict[str, Any]:
     """Return the options that timm accepts to build the model for square images of this size.
 
     The function logs a message if the model does not support drop path or dropout.
@@ -57,28 +60,40 @@ def fitting(name: str, size: int, **options: Any) -> dict[str, Any]:
         ValueError: If the model does not support a specified patch size or depth, or does not accept the
             image size. For an image size, the message lists the nearest accepted sizes.
     """
-
-    accepted_options, accepts_size = _try_options(name, size, options)
-    for option in options.keys() - accepted_options.keys():
-        if option in ("patch_size", "depth"):
-            raise ValueError(f"--{option} does not apply to --model {name}. Remove --{option}.")
-        if options[option] and rank() == 0:
-            log.info(f"{name} does not support {option} and is trained without {option}")
+    accepted_options, accepts_size = _try_options(model_name, size, options)
+    for option_name in options.keys() - accepted_options.keys():
+        if option_name in ("patch_size", "depth"):
+            raise ValueError(
+                f"--{option_name} does not apply to --model {model_name}. Remove --{option_name}."
+            )
+        if options[option_name] and rank() == 0:
+            log.info(f"{model_name} does not support {option_name} and is trained without {option_name}")
     if not accepts_size:
-        default_size = registered_config(name).input_size[-1]
-
-        def distance(candidate_size: int) -> tuple[int, int]:
-            return abs(candidate_size - size), candidate_size
-
-        nearest_sizes = sorted(range(32, 2 * max(size, default_size), 32), key=distance)[:TRIED_SIZES]
-        candidate_sizes = sorted({default_size, *nearest_sizes})
-        sizes = [str(candidate) for candidate in candidate_sizes if _try_options(name, candidate, options)[1]]
-        if sizes:  # if no size is accepted, timm reports the actual error later
-            raise ValueError(f"{name} does not accept --image_size {size}. Choose one of {', '.join(sizes)}.")
+        accepted_sizes = _accepted_sizes_near(size, model_name, options)
+        if accepted_sizes:  # if no size is accepted, timm reports the actual error later
+            size_list = ", ".join(map(str, accepted_sizes))
+            raise ValueError(f"{model_name} does not accept --image_size {size}. Choose one of {size_list}.")
     return accepted_options
 
 
-def _try_options(name: str, size: int, options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+def _accepted_sizes_near(size: int, model_name: str, options: dict[str, Any]) -> list[int]:
+    """Return the accepted sizes among the model's default size and the multiples of SIZE_STEP near `size`."""
+    *_, default_size = registered_config(model_name).input_size
+
+    def distance(candidate_size: int) -> tuple[int, int]:
+        return abs(candidate_size - size), candidate_size
+
+    possible_sizes = range(SIZE_STEP, 2 * max(size, default_size), SIZE_STEP)
+    nearest_sizes = sorted(possible_sizes, key=distance)[:TRIED_SIZE_COUNT]
+    accepted_sizes = []
+    for candidate_size in sorted({default_size, *nearest_sizes}):
+        _, accepts_size = _try_options(model_name, candidate_size, options)
+        if accepts_size:
+            accepted_sizes.append(candidate_size)
+    return accepted_sizes
+
+
+def _try_options(model_name: str, size: int, options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """Return the options that the model accepts, and whether it can process images of this size.
 
     The model runs on the meta device, so that the trial needs little time and memory and draws no random
@@ -90,16 +105,14 @@ def _try_options(name: str, size: int, options: dict[str, Any]) -> tuple[dict[st
     with torch.device("meta"), torch.no_grad():
         while True:
             try:
-                timm.create_model(name, **options).eval()(torch.zeros(1, 3, size, size))
+                timm.create_model(model_name, **options).eval()(torch.zeros(1, 3, size, size))
                 return options, True
             except Exception as error:  # the exception type depends on the model
-                message = str(error)
-            unknown_options = [
-                option for option in options if f"'{option}'" in message and "unexpected keyword" in message
-            ]
-            if not unknown_options:
+                error_message = str(error)
+            rejected_option = next((option for option in options if f"'{option}'" in error_message), None)
+            if rejected_option is None or "unexpected keyword" not in error_message:
                 return options, False
-            options.pop(unknown_options[0])
+            del options[rejected_option]
 
 
 def block_classes(model: Any) -> tuple[str, ...]:
@@ -113,31 +126,33 @@ def block_classes(model: Any) -> tuple[str, ...]:
     Raises:
         ValueError: If the model's layers share parameters, because timm can't save such a model.
     """
-    if len([*model.named_parameters(remove_duplicate=False)]) > len([*model.parameters()]):
+    parameter_uses = [*model.named_parameters(remove_duplicate=False)]
+    if len(parameter_uses) > len([*model.parameters()]):
         raise ValueError(f"{type(model).__name__}'s layers share parameters. Choose a different --model.")
-    if names := block_names(model):
-        return tuple(sorted(names))
+    if listed_names := block_names(model):
+        return tuple(sorted(listed_names))
     group_matcher = model.group_matcher(coarse=False) if hasattr(model, "group_matcher") else None
     if isinstance(group_matcher, dict):
-        patterns: list[str] = []
-        for group_name, group in group_matcher.items():
-            if not group or group_name.startswith("stem"):
-                continue
-            if isinstance(group, str):
-                patterns.append(group)
+        name_patterns: list[str] = []  # regular expressions for the names of stages and blocks
+        for group_name, group_patterns in group_matcher.items():
+            if not group_patterns or group_name.startswith("stem"):
+                continue  # not a block
+            if isinstance(group_patterns, str):
+                name_patterns.append(group_patterns)
             else:  # a suffix marks layers that join a different group
-                patterns += [pattern for pattern, suffix in group if suffix is None]
-        candidates = [
+                name_patterns += [pattern for pattern, suffix in group_patterns if suffix is None]
+        stages = [
             module
-            for name, module in model.named_modules()
-            if any(re.fullmatch(pattern, name) for pattern in patterns)
+            for module_name, module in model.named_modules()
+            if any(re.fullmatch(pattern, module_name) for pattern in name_patterns)
         ]
     else:
-        candidates = list(getattr(model, "stages", getattr(model, "blocks", nn.Sequential())).children())
-    blocks = [block for module in candidates for block in _blocks_in(module)]
-    classes = {type(block) for block in blocks}
-    inner_classes = {type(module) for block in blocks for module in block.modules() if module is not block}
-    return tuple(sorted(cls.__name__ for cls in classes - inner_classes or classes))
+        stages = list(getattr(model, "stages", getattr(model, "blocks", nn.Sequential())).children())
+    blocks = [block for stage in stages for block in _blocks_in(stage)]
+    block_types = {type(block) for block in blocks}
+    inner_types = {type(module) for block in blocks for module in block.modules() if module is not block}
+    outermost_types = block_types - inner_types or block_types
+    return tuple(sorted(block_type.__name__ for block_type in outermost_types))
 
 
 def _blocks_in(module: nn.Module) -> Iterator[nn.Module]:
@@ -150,24 +165,25 @@ def _blocks_in(module: nn.Module) -> Iterator[nn.Module]:
         yield module
 
 
-def head_names(name: str) -> tuple[str, ...]:
+def head_names(model_name: str) -> tuple[str, ...]:
     """Return the names of a timm model's logit layers. Distilled DeiT models have two."""
     import timm
 
-    return _layer_names(getattr(timm.get_pretrained_cfg(name), "classifier", None))
+    return _layer_names(getattr(timm.get_pretrained_cfg(model_name), "classifier", None))
 
 
 def head_layers(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the layers that compute the logits, by default the last linear layer."""
-    if config := getattr(model, "pretrained_cfg", None):
-        return _layer_names(config.get("classifier"))
-    return tuple(name for name, layer in model.named_modules() if isinstance(layer, nn.Linear))[-1:]
+    if pretrained_cfg := getattr(model, "pretrained_cfg", None):
+        return _layer_names(pretrained_cfg.get("classifier"))
+    linear_layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return tuple(linear_layers[-1:])
 
 
 def _layer_names(classifier: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """Return the layer names in timm's classifier configuration."""
-    names = classifier or "head"
-    return (names,) if isinstance(names, str) else tuple(names)
+    layer_names = classifier or "head"
+    return (layer_names,) if isinstance(layer_names, str) else tuple(layer_names)
 
 
 class DropPath(nn.Module):
@@ -179,19 +195,20 @@ class DropPath(nn.Module):
     """
 
     UNITS = 2**24  # float32 represents every integer up to this number
-    keep: Tensor
+    keep: Tensor  # probability of keeping a sample's branch, in multiples of 1 / UNITS
 
-    def __init__(self, rate: float):
+    def __init__(self, drop_rate: float):
         super().__init__()
         # The buffer is an integer, because ZeRO rounds a model's floating-point buffers to bf16.
-        self.register_buffer("keep", torch.tensor(round((1 - rate) * self.UNITS)), persistent=False)
+        self.register_buffer("keep", torch.tensor(round((1 - drop_rate) * self.UNITS)), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x
-        keep = self.keep / self.UNITS
-        kept = torch.rand((x.shape[0],) + (1,) * (x.ndim - 1), device=x.device) < keep
-        return x * (kept / keep).to(x.dtype)
+        keep_rate = self.keep / self.UNITS
+        mask_shape = (x.shape[0],) + (1,) * (x.ndim - 1)
+        keep_mask = torch.rand(mask_shape, device=x.device) < keep_rate
+        return x * (keep_mask / keep_rate).to(x.dtype)
 
 
 class PatchConv2d(nn.Conv2d):
@@ -207,17 +224,18 @@ class PatchConv2d(nn.Conv2d):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, channels, height, width = x.shape
+        batch_size, channels, height, width = x.shape
         kernel_height, kernel_width = self.kernel_size
         if not self.training or height % kernel_height or width % kernel_width:
             return super().forward(x)
         rows, columns = height // kernel_height, width // kernel_width
-        pixels = x.permute(0, 2, 3, 1).reshape(batch, rows, kernel_height, columns, kernel_width, channels)
-        patches = pixels.transpose(2, 3)
+        grid_shape = (batch_size, rows, kernel_height, columns, kernel_width, channels)
+        patches = x.permute(0, 2, 3, 1).reshape(grid_shape).transpose(2, 3)
         # [out, kernel_height * kernel_width * C], which is a view if the weight is channels_last
-        matrix = self.weight.permute(0, 2, 3, 1).flatten(1)
-        y = F.linear(patches.reshape(-1, matrix.shape[1]), matrix, self.bias)
-        return y.view(batch, rows, columns, -1).permute(0, 3, 1, 2)
+        weight_matrix = self.weight.permute(0, 2, 3, 1).flatten(1)
+        patch_vectors = patches.reshape(-1, weight_matrix.shape[1])
+        patch_features = F.linear(patch_vectors, weight_matrix, self.bias)
+        return patch_features.view(batch_size, rows, columns, -1).permute(0, 3, 1, 2)
 
 
 def speed_up(model: nn.Module, size: int | None = None) -> None:
@@ -229,36 +247,36 @@ def speed_up(model: nn.Module, size: int | None = None) -> None:
     import timm.layers
 
     for module in list(model.modules()):
-        for name, child in module.named_children():
+        for child_name, child in module.named_children():
             if isinstance(child, timm.layers.DropPath):
-                module.add_module(name, DropPath(child.drop_prob))
+                module.add_module(child_name, DropPath(child.drop_prob))
         if isinstance(module, timm.layers.PatchEmbed) and type(module.proj) is nn.Conv2d:
             replace_patch_convolution(module, PatchConv2d)
-        elif type(module) is timm.layers.Attention and module.fused_attn and _is_plain(module):
+        elif type(module) is timm.layers.Attention and module.fused_attn and _is_plain_attention(module):
             replace_attention(module, Attention)
     if size and any(isinstance(module, Attention) for module in model.modules()):
-        _count_tokens(model, size)
+        _set_token_counts(model, size)
 
 
-def _is_plain(attention: nn.Module) -> bool:
+def _is_plain_attention(attention: nn.Module) -> bool:
     """Return True if the attention layer has no additional submodules, such as a gate."""
-    parts = attention.named_children()
-    return all(name in Attention.CHILD_NAMES or isinstance(part, nn.Identity) for name, part in parts)
+    children = attention.named_children()
+    return all(name in Attention.CHILD_NAMES or isinstance(child, nn.Identity) for name, child in children)
 
 
-def _count_tokens(model: nn.Module, size: int) -> None:
+def _set_token_counts(model: nn.Module, image_size: int) -> None:
     """Set the number of tokens in each attention layer, measured in a forward pass on the meta device."""
 
-    def record_tokens(module: Any, inputs: tuple[Tensor]) -> None:
-        module.tokens = inputs[0].shape[1]
+    def record_token_count(layer: Any, inputs: tuple[Tensor]) -> None:
+        _, layer.tokens, _ = inputs[0].shape
 
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
-    hooks = [layer.register_forward_pre_hook(record_tokens) for layer in layers]
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    is_training = model.training
+    attention_layers = [module for module in model.modules() if isinstance(module, Attention)]
+    hooks = [layer.register_forward_pre_hook(record_token_count) for layer in attention_layers]
+    tensor_by_name = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    was_training = model.training
     with torch.device("meta"), torch.no_grad():
-        meta_tensors = {name: tensor.to("meta") for name, tensor in tensors.items()}
-        functional_call(model.eval(), meta_tensors, torch.zeros(1, 3, size, size))
-    model.train(is_training)
+        meta_tensor_by_name = {name: tensor.to("meta") for name, tensor in tensor_by_name.items()}
+        functional_call(model.eval(), meta_tensor_by_name, torch.zeros(1, 3, image_size, image_size))
+    model.train(was_training)
     for hook in hooks:
         hook.remove()

@@ -19,7 +19,7 @@ from onecurve.run.identity import run_name
 from onecurve.run.lease import OWNER_FILE
 from onecurve.run.record import MAX_CHECKPOINT_WAIT_S
 from onecurve.run.session import RunSession
-from onecurve.system.files import not_written, read_json, write_json
+from onecurve.system.files import read_json, write_error, write_json
 from onecurve.system.phase import ENDING, SAVING, now
 from onecurve.system.processes import says_out_of_memory
 from onecurve.system.text import plural
@@ -153,7 +153,7 @@ def explained_error(
         if unused_names := unused_parameters(error, parameter_names):
             return ValueError(missing_gradient_message(unused_names))
     if session and session.main_record and isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
-        return not_written("the run", session.main_record.folder, error)  # The script could not write a file
+        return write_error("the run", session.main_record.folder, error)  # The script could not write a file
     return error
 
 

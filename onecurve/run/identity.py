@@ -12,7 +12,7 @@ from onecurve.checkpoint.format import step_name, steps_in
 from onecurve.distributed import strategy as job
 from onecurve.distributed.job_accelerator import JobAccelerator
 from onecurve.distributed.rendezvous import most_hosts, most_processes
-from onecurve.flags.fields import REMOVED_FLAGS, flags_where, without_removed
+from onecurve.flags.fields import REMOVED_FLAGS, flags_where, without_removed_flags
 from onecurve.flags.recipe import Batch, Recipe, recipe_part
 from onecurve.run.starts import comparable
 from onecurve.system.files import json_lines, read_json
@@ -68,7 +68,7 @@ def recipe_differences(recorded_flags: dict[str, Any], recipe: Recipe) -> list[s
     # Convert each value to the type it has after a JSON round trip
     current_flags = json.loads(json.dumps(recipe_part(recipe)))
     defaults = json.loads(json.dumps(recipe_part(type(recipe)())))
-    removed_flags = [name for name in without_removed(recorded_flags) if name in REMOVED_FLAGS]
+    removed_flags = [name for name in without_removed_flags(recorded_flags) if name in REMOVED_FLAGS]
     recorded_flags = recipe.without_derived(defaults | recorded_flags)
     path_flags = flags_where(type(recipe), "is_path")
     differences = [

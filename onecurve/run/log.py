@@ -17,7 +17,7 @@ from onecurve.run.predictions import Predictions
 from onecurve.run.schemas import MetricsLine, RecipeFile, RunEvent
 from onecurve.run.state import RunState
 from onecurve.system.env import EVENTS_FILE_VARIABLE, report_event
-from onecurve.system.files import check_regular, not_written, read_lines, write_json, write_text
+from onecurve.system.files import check_regular, read_lines, write_error, write_json, write_text
 from onecurve.system.progress import TrainingProgress
 from onecurve.system.text import shortened
 
@@ -178,7 +178,7 @@ class RunLog:
             self._set_problem(file.name, error)
 
     def _set_problem(self, file_name: str, error: OSError) -> None:
-        self.problem = self.problem or str(not_written(Path(file_name).name, self.folder, error))
+        self.problem = self.problem or str(write_error(Path(file_name).name, self.folder, error))
 
 
 def host_change(written_by: dict[str, Any], recipe_file: RecipeFile) -> RunEvent:

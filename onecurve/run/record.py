@@ -29,7 +29,7 @@ from onecurve.system.env import report_event
 from onecurve.system.files import explaining_write_errors, read_json, read_lines, sync, write_json
 from onecurve.system.output import log
 from onecurve.system.paths import ROOT, python_command, shortest
-from onecurve.system.phase import PLOTS, spending
+from onecurve.system.phase import PLOTS, timed_as
 from onecurve.system.threads import Heartbeat, run_with_heartbeat
 
 if TYPE_CHECKING:  # Imported lazily at runtime
@@ -144,7 +144,7 @@ class MainRecord:
             result_content["energy_wh"] = energy_wh(host_summaries)
             if mirror:
                 result_content["uploaded"] = False
-            with spending(PLOTS):
+            with timed_as(PLOTS):
                 self._draw_plots(result_content, predictions)
             self.log.close(has_failed=False)
             for written_file in (folder / "metrics.jsonl", *folder.glob("plots/*")):

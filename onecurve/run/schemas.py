@@ -1,7 +1,7 @@
 """Defines schemas of the files that runs, tools and find_batch_size.py write for other programs.
 
 Code that writes one of these files uses the schema as the type of its contents, so that mypy checks the keys
-and values. Code that reads one passes value_types(schema) to onecurve.system.files.typed_values. Readers
+and values. Code that reads one passes value_types(schema) to onecurve.system.files.split_by_type. Readers
 ignore values of the wrong type and accept missing keys, because files from earlier versions lack some keys.
 onecurve.flags.recipe.METRICS declares the metrics in result.json.
 """
@@ -268,7 +268,7 @@ class SearchResult(TypedDict, total=False):
 
 
 def value_types(schema: Any) -> dict[str, ValueType]:
-    """Return the type of each value in a schema, as an argument for onecurve.system.files.typed_values.
+    """Return the type of each value in a schema, as an argument for onecurve.system.files.split_by_type.
 
     The types do not include None. For the schema Result, each metric in METRICS adds three keys.
     """

@@ -22,7 +22,7 @@ from onecurve.run.predictions import Predictions
 from onecurve.run.record import MainRecord
 from onecurve.run.schemas import EndEntries
 from onecurve.run.state import RunState
-from onecurve.system.phase import SAVING, spending
+from onecurve.system.phase import SAVING, timed_as
 
 if TYPE_CHECKING:  # Imported lazily at runtime
     from onecurve.telemetry.sampling import Telemetry
@@ -264,7 +264,7 @@ class RunSession:
             FloatingPointError: If the loss is not finite.
             ValueError: If the last save failed.
         """
-        with spending(SAVING):
+        with timed_as(SAVING):
             state, saver, meter, exchange = self.state, self.saver, self.meter, self.exchange
             step, best_step = state.step, state.best_step
             if best_step != step:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from onecurve.run.schemas import Result, StartLine, value_types
-from onecurve.system.files import open_to_append, read_lines, typed_values
+from onecurve.system.files import open_to_append, read_lines, split_by_type
 
 STARTS_FILE = "starts.jsonl"
 # Keys in `changed` that indicate different evaluation images
@@ -130,7 +130,7 @@ def where_trained(folder: Path, result: Result) -> list[tuple[str, tuple[str, ..
 
     `result` is the content of result.json, which describes only the last start.
     """
-    entries = [typed_values(entry, value_types(StartLine))[0] for entry in read_lines(folder / STARTS_FILE)]
+    entries = [split_by_type(entry, value_types(StartLine))[0] for entry in read_lines(folder / STARTS_FILE)]
     starts = starts_in_order(entries, result["steps"])
     start_settings = [start.settings for start in kept_starts(starts)]
     strategy_and_devices = [

@@ -7,9 +7,9 @@ from typing import Any, Self
 
 from onecurve.checkpoint.format import STATE_FILE, Checkpoint, OptimizerScalars
 from onecurve.flags.recipe import score
-from onecurve.system.files import read_json, typed_values
+from onecurve.system.files import read_json, split_by_type
 from onecurve.system.phase import now
-from onecurve.system.processes import own_age_s
+from onecurve.system.processes import process_uptime_s
 
 
 @dataclass
@@ -61,7 +61,7 @@ class RunState:
 
         Raise ValueError that lists missing or invalid fields.
         """
-        valid_fields, invalid_names = typed_values(state_json, typing.get_type_hints(cls))
+        valid_fields, invalid_names = split_by_type(state_json, typing.get_type_hints(cls))
         present_names = {*valid_fields, *invalid_names}
         invalid_names += [name for name in REQUIRED_FIELDS if name not in present_names]
         if not valid_fields.get("losses") or valid_fields.get("accumulations", 0) < 1:
@@ -88,7 +88,7 @@ class RunState:
 
     def wall_now_s(self) -> float:
         """Return the duration of all starts in seconds, including imports but not the time between starts."""
-        return self.wall_s + own_age_s()
+        return self.wall_s + process_uptime_s()
 
     def spent_now_s(self) -> dict[str, float]:
         """Return the seconds that wall_now_s() includes for each phase, such as `training`.

@@ -15,10 +15,11 @@ from pathlib import Path
 
 from onecurve.system.env import rank, report_event
 from onecurve.system.paths import ROOT
-from onecurve.system.text import message_text
+from onecurve.system.text import safe_message
 
 # An empty path must never be interpreted as the working folder or the file system root.
-EMPTY_VALUE = "is empty. Check that the shell variable for this value is set."
+EMPTY_VALUE = "is empty. Check that the shell variable for this value is set."  # second part of a message
+INTERRUPTED_STATUS = 130  # exit status after Ctrl-C
 
 
 def run_command(main: Callable[[], int]) -> int:
@@ -28,36 +29,36 @@ def run_command(main: Callable[[], int]) -> int:
     exit status is 130.
     """
     settle_environment()
-    if isinstance(
-        sys.stdout, io.TextIOWrapper
-    ):  # tests may replace sys.stdout with a different type of stream
-        sys.stdout.reconfigure(
-            errors="backslashreplace"
-        )  # print file names with invalid UTF-8 instead of failing
+    # Tests may replace sys.stdout with a different type of stream
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Print file names with invalid UTF-8 instead of failing
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        status = main()
+        exit_status = main()
         sys.stdout.flush()
-        return status
+        return exit_status
     except (ValueError, OSError) as error:
-        if isinstance(error, BrokenPipeError) and _is_pipe_closed():
-            return 0
-        message = message_text(_error_text(error))
+        if isinstance(error, BrokenPipeError) and _discard_output_if_pipe_closed():
+            return 0  # not a failure of this command
+        message = safe_message(_error_text(error))
         tell_launchers(message)
         print(f"error: {message}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED_STATUS
 
 
-def _is_pipe_closed() -> bool:
-    """Return True if the reader of stdout, such as `head`, has closed the pipe.
+def _discard_output_if_pipe_closed() -> bool:
+    """Discard all later output if the reader of stdout, such as `head`, has closed the pipe.
 
-    If the pipe is closed, also discard all later output.
+    Returns:
+        True if the pipe is closed.
     """
     with contextlib.suppress(OSError):  # raised if stdout has no file descriptor
-        (poll := select.poll()).register(sys.stdout, 0)  # reports a closed pipe even with an empty event mask
-        if poll.poll(0):
+        stdout_poll = select.poll()
+        stdout_poll.register(sys.stdout, 0)  # reports a closed pipe even with an empty event mask
+        if stdout_poll.poll(0):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return True
     return False
@@ -70,44 +71,46 @@ def _error_text(error: Exception) -> str:
     return str(error)
 
 
-def config_file(name: str) -> Path:
+def config_file(config_name: str) -> Path:
     """Return the path of an accelerate config, which may be a bare file name in accelerate_configs/."""
-    path, bundled_path = Path(name), Path("accelerate_configs", name)
-    if not path.exists() and (ROOT / bundled_path).is_file():
-        path = bundled_path if bundled_path.exists() else ROOT / bundled_path
-    return path.absolute() if path.exists() and Path.cwd() != ROOT else path
+    config_path, bundled_path = Path(config_name), Path("accelerate_configs", config_name)
+    if not config_path.exists() and (ROOT / bundled_path).is_file():
+        config_path = bundled_path if bundled_path.exists() else ROOT / bundled_path
+    is_outside_root = Path.cwd() != ROOT
+    return config_path.absolute() if config_path.exists() and is_outside_root else config_path
 
 
 def underscores(word: str) -> str:
     """Replace hyphens with underscores in a flag's name, for example --batch-size=8 with --batch_size=8."""
     if not word.startswith("--"):
         return word
-    name, equals, value = word.partition("=")
-    return "--" + name[2:].replace("-", "_") + equals + value
+    flag_name, equals_sign, flag_value = word.removeprefix("--").partition("=")
+    return f"--{flag_name.replace('-', '_')}{equals_sign}{flag_value}"
 
 
 class CommandParser(argparse.ArgumentParser):
     """Argument parser that accepts hyphens and underscores in flag names, and rejects empty flag values."""
 
     def parse_known_args(self, args=None, namespace=None):
-        words = [underscores(word) for word in (sys.argv[1:] if args is None else args)]
-        for word, next_word in itertools.pairwise([*words, "-"]):
+        command_words = [underscores(word) for word in (sys.argv[1:] if args is None else args)]
+        for word, next_word in itertools.pairwise([*command_words, "-"]):
             if word.startswith("--") and (word.endswith("=") or not next_word):
                 self.error(f"{word.rstrip('=')} {EMPTY_VALUE}")
-        return super().parse_known_args(words, namespace)
+        return super().parse_known_args(command_words, namespace)
 
 
-def command_parser(doc: str | None, usage: str | None = None) -> CommandParser:
+def command_parser(docstring: str | None, usage: str | None = None) -> CommandParser:
     """Return an argument parser whose help text contains a docstring.
 
     The help text shows the first paragraph of the docstring before the flags, and all other paragraphs after
     the flags. The heading "examples:" precedes the second paragraph if this paragraph is indented.
     """
-    assert doc
-    description, _, paragraphs = doc.partition("\n\n")
+    assert docstring
+    first_paragraph, _, other_paragraphs = docstring.partition("\n\n")
+    has_examples = other_paragraphs.startswith("    ")
     parser = CommandParser(
-        description=description,
-        epilog=f"examples:\n{paragraphs}" if paragraphs.startswith("    ") else paragraphs,
+        description=first_paragraph,
+        epilog=f"examples:\n{other_paragraphs}" if has_examples else other_paragraphs,
         usage=usage,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -127,19 +130,19 @@ def say_loading() -> None:
         print("loading PyTorch", file=sys.stderr, flush=True)
 
 
-def split_at_script(words: list[str]) -> tuple[list[str], list[str]]:
+def split_at_script(command_words: list[str]) -> tuple[list[str], list[str]]:
     """Split a command line before the first word that ends in .py."""
-    script_indices = (index for index, word in enumerate(words) if word.endswith(".py"))
-    first_script = next(script_indices, len(words))
-    return words[:first_script], words[first_script:]
+    script_indices = (index for index, word in enumerate(command_words) if word.endswith(".py"))
+    script_index = next(script_indices, len(command_words))
+    return command_words[:script_index], command_words[script_index:]
 
 
-def check_positive(parser: argparse.ArgumentParser, flags: argparse.Namespace, *names: str) -> None:
+def check_positive(parser: argparse.ArgumentParser, flags: argparse.Namespace, *flag_names: str) -> None:
     """End the command with an error unless each named flag is None or a finite number greater than 0."""
-    for name in names:
-        value = getattr(flags, name, None)
-        if value is not None and not 0 < value < math.inf:
-            parser.error(f"--{name} {value:g}: the value must be more than 0 and finite")
+    for flag_name in flag_names:
+        flag_value = getattr(flags, flag_name, None)
+        if flag_value is not None and not 0 < flag_value < math.inf:
+            parser.error(f"--{flag_name} {flag_value:g}: the value must be more than 0 and finite")
 
 
 def settle_environment() -> None:
@@ -149,8 +152,9 @@ def settle_environment() -> None:
     because users in a group share weights. This function removes a notebook kernel's matplotlib backend from
     the environment, because matplotlib can't use this backend outside the notebook.
     """
-    os.umask(os.umask(0o077) | 0o002)
-    os.environ.pop("MPLBACKEND", None)
+    user_umask = os.umask(0o077)  # os.umask() returns the previous umask
+    os.umask(user_umask | 0o002)
+    os.environ.pop("MPLBACKEND", None)  # a notebook kernel's backend
 
 
 def tell_launchers(message: str) -> None:
@@ -162,6 +166,6 @@ def tell_launchers(message: str) -> None:
 def tell_torchrun(message: str) -> None:
     """Write the message that torchrun prints when it reports this process's failure."""
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        failure = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        failure_record = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError):
-            Path(error_file).write_text(json.dumps({"message": failure}))
+            Path(error_file).write_text(json.dumps({"message": failure_record}))

@@ -14,17 +14,16 @@ from typing import Any
 from onecurve.system.text import redacted
 from onecurve.upstream.packages_ import use_hub_offline
 
-# Exit status of a preempted process, which is EX_TEMPFAIL ("try again later") in sysexits.h
-PREEMPTED_STATUS = 75
-# Variables that launch.py sets in an elastic job: the job's name, which is the same in all rounds, the
-# round's number, starting at 1, the number of hosts, including absent hosts, and the micro-batch size.
-JOB_VARIABLE, ROUND_VARIABLE = "LAUNCH_JOB", "LAUNCH_ROUND"
-MOST_HOSTS_VARIABLE, PER_DEVICE_VARIABLE = "LAUNCH_MOST_HOSTS", "LAUNCH_PER_DEVICE_BATCH_SIZE"
-# Variable set by launch.py's agent: path of a JSON-lines file to which the processes on a host append events
-EVENTS_FILE_VARIABLE = "LAUNCH_EVENTS_FILE"
-# Index of the process on its host. Set if each process sees only one GPU, which makes LOCAL_RANK 0 in all
-# processes.
-LOCAL_NUMBER_VARIABLE = "LOCAL_NUMBER"
+PREEMPTED_STATUS = 75  # exit status of a preempted process: EX_TEMPFAIL ("try again later") in sysexits.h
+# Environment variables that launch.py sets in an elastic job
+JOB_VARIABLE = "LAUNCH_JOB"  # variable with the job's name, which is the same in all rounds
+ROUND_VARIABLE = "LAUNCH_ROUND"  # variable with the round's number, starting at 1
+MOST_HOSTS_VARIABLE = "LAUNCH_MOST_HOSTS"  # variable with the number of hosts, including absent hosts
+PER_DEVICE_VARIABLE = "LAUNCH_PER_DEVICE_BATCH_SIZE"  # variable with the micro-batch size
+# The processes on a host append events to a JSON-lines file. launch.py's agent sets this variable
+EVENTS_FILE_VARIABLE = "LAUNCH_EVENTS_FILE"  # variable with the path of the events file
+# Set if each process sees only one GPU, which makes LOCAL_RANK 0 in all processes
+LOCAL_NUMBER_VARIABLE = "LOCAL_NUMBER"  # variable with the index of the process on its host
 PROCESSES_VARIABLE = "LAUNCH_PROCESSES"  # variable set by launch.py: number of processes in the job
 
 
@@ -52,10 +51,10 @@ def local_rank() -> int:
     `torchrun --virtual-local-rank` makes only one GPU visible to each process and sets LOCAL_RANK to 0. With
     this flag, the index is computed from the rank.
     """
-    size, hosts = processes_per_host(), int(os.environ.get("GROUP_WORLD_SIZE", "0"))
+    host_count = int(os.environ.get("GROUP_WORLD_SIZE", "0"))
     sees_one_gpu = re.fullmatch("[^,]+", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-    if sees_one_gpu and hosts * size == world_size():
-        return rank() % size
+    if sees_one_gpu and host_count * processes_per_host() == world_size():
+        return rank() % processes_per_host()
     return int(os.environ.get(LOCAL_NUMBER_VARIABLE) or os.environ.get("LOCAL_RANK") or "0")
 
 
@@ -89,41 +88,42 @@ def is_on(variable: str, env: Mapping[str, str] = os.environ) -> bool:
     return env.get(variable, "").lower() == "true"
 
 
-def report_event(event: str, **facts: Any) -> None:
+def report_event(event_type: str, **facts: Any) -> None:
     """Append an event to the event file on this host if launch.py started the job."""
     if events_file := os.environ.get(EVENTS_FILE_VARIABLE):
-        event_line = json.dumps({"event": event} | facts) + "\n"
+        event_line = json.dumps({"event": event_type} | facts) + "\n"
         # Write each line with a single system call, because several processes append to the file.
-        with contextlib.suppress(OSError), open(events_file, "a", buffering=len(event_line) + 1) as events:
-            events.write(event_line)
+        buffer_size = len(event_line) + 1
+        with contextlib.suppress(OSError), open(events_file, "a", buffering=buffer_size) as event_stream:
+            event_stream.write(event_line)
 
 
 class EventReader:
     """Reader for the events that a host's processes append to a file."""
 
-    def __init__(self, file: Path):
-        self.file = file
-        self.bytes_read = 0  # number of bytes that earlier calls of new() have read
+    def __init__(self, events_file: Path):
+        self.file = events_file
+        self.bytes_read = 0  # number of bytes that earlier calls of read_new_events() have read
         self.partial_line = b""  # beginning of a line that is not complete yet
 
-    def new(self) -> list[dict[str, Any]]:
+    def read_new_events(self) -> list[dict[str, Any]]:
         """Return the events that were written since the last call, or [] if the file does not exist."""
         try:
-            with open(self.file, "rb") as events:
-                events.seek(self.bytes_read)
-                new_bytes = events.read()
+            with open(self.file, "rb") as event_stream:
+                event_stream.seek(self.bytes_read)
+                new_bytes = event_stream.read()
         except OSError:
-            return []
+            return []  # the file does not exist yet
         self.bytes_read += len(new_bytes)
-        *lines, self.partial_line = (self.partial_line + new_bytes).split(b"\n")
+        *complete_lines, self.partial_line = (self.partial_line + new_bytes).split(b"\n")
         new_events = []
-        for line in lines:
+        for event_line in complete_lines:
             with contextlib.suppress(ValueError):  # the process was killed while it wrote the line
-                new_events.append(json.loads(line))
+                new_events.append(json.loads(event_line))
         return new_events
 
 
-def hub_problem() -> str:
+def check_hub_or_go_offline() -> str:
     """Return the reason why the Hugging Face Hub is unreachable, or an empty string if it is reachable.
 
     If the Hub is unreachable, switch the Hub client to offline mode, so that it uses cached files instead of
@@ -134,7 +134,7 @@ def hub_problem() -> str:
     try:
         if not constants.HF_HUB_OFFLINE:
             get_session().head(constants.ENDPOINT, timeout=10)
-        return ""
+        return ""  # the Hub is reachable, or the client is already offline
     except Exception as error:  # the client's HTTP library or a proxy may raise any error
         use_hub_offline()
         return redacted(str(error))

@@ -29,15 +29,19 @@ from onecurve.system.text import printable, shortened
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
 
-READ_BYTES = 16 * 2**20
-# Error numbers from network file systems for which a read is retried
-TRANSIENT_ERRORS = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN)
+READ_BYTES = 16 * 2**20  # number of bytes per read when a file is hashed
+# Errors of network file systems
+TRANSIENT_ERRORS = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN)  # reads are retried after these
 MAX_ATTEMPTS = 4  # maximum number of attempts for a read, and for an S3 request
 BACKOFF_S = 0.4  # seconds before the second attempt; the wait grows linearly with the number of attempts
 # Expected structure of a JSON value: a type, list[Kind], tuple[Kind, ...], dict[str, Kind], a TypedDict, a
 # dataclass, or a union. The type float matches every finite number. [Kind] means the same as list[Kind].
-# {key: Kind, "*": Kind of all other keys} describes an object whose values may also be null.
+# {key: Kind, OTHER_KEYS: Kind of all other keys} describes an object whose values may also be null.
 ValueType = Any
+OTHER_KEYS = "*"  # key in a description of an object, see ValueType
+INT64_LIMIT = 2**63  # numbers with this or a larger absolute value have no valid type
+LFS_POINTER_START = b"version https://git-lfs.github.com/"  # first bytes of a Git LFS pointer
+FORMULA_STARTS = ("=", "+", "-", "@")  # characters with which a formula in a spreadsheet cell starts
 
 
 def sync(path: Path) -> None:
@@ -46,22 +50,22 @@ def sync(path: Path) -> None:
     Log a warning once if the file system can't sync a folder, such as old CIFS, vboxsf and some FUSE file
     systems.
     """
-    descriptor = os.open(path, os.O_RDONLY)
+    path_fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        os.fsync(path_fd)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
             raise
         _warn_not_synced(str(error.strerror))
     finally:
-        os.close(descriptor)
+        os.close(path_fd)
 
 
 @functools.cache
 def _warn_not_synced(reason: str) -> None:
     log.warning(
-        f"warning: this file system can't sync a folder ({reason}). If this host crashes, the newest files"
-        " may be lost."
+        f"warning: this file system can't sync a folder ({reason})."
+        " If this host crashes, the newest files may be lost."
     )
 
 
@@ -69,18 +73,18 @@ def retried(read: Callable[Parameters, Returned]) -> Callable[Parameters, Return
     """Decorate a function that reads files, so that a call is retried after TRANSIENT_ERRORS."""
 
     @functools.wraps(read)
-    def attempts(*args: Parameters.args, **options: Parameters.kwargs) -> Returned:
-        for attempt in range(1, MAX_ATTEMPTS):
+    def read_with_retries(*args: Parameters.args, **options: Parameters.kwargs) -> Returned:
+        for failed_attempts in range(1, MAX_ATTEMPTS):
             try:
                 return read(*args, **options)
             except OSError as error:
                 if error.errno not in TRANSIENT_ERRORS:
                     raise
                 note_retry(f"{error.filename or 'a data file'}: {error.strerror}")
-                time.sleep(BACKOFF_S * attempt)
+                time.sleep(BACKOFF_S * failed_attempts)
         return read(*args, **options)
 
-    return attempts
+    return read_with_retries
 
 
 _first_retry: list[str] = []  # empty, or one message
@@ -96,7 +100,7 @@ def note_retry(reason: str) -> None:
             )
 
 
-def first_retry() -> str:
+def first_retry_error() -> str:
     """Return the error that caused the first retry in this process, or an empty string without retries."""
     return "".join(_first_retry)
 
@@ -119,9 +123,10 @@ def lfs_pointer_problem(content: Path | bytes) -> str:
         if not content.is_file():
             return ""
         with open(content, "rb") as file:
-            content = file.read(64)
-    is_pointer = content.startswith(b"version https://git-lfs.github.com/")
-    return "the file is a Git LFS pointer. Run `git lfs pull` in the file's repository" if is_pointer else ""
+            content = file.read(len(LFS_POINTER_START))
+    if not content.startswith(LFS_POINTER_START):
+        return ""  # not a pointer
+    return "the file is a Git LFS pointer. Run `git lfs pull` in the file's repository"
 
 
 def check_regular(path: Path) -> None:
@@ -142,21 +147,21 @@ def refuse_link(folder: Path) -> None:
     A run folder that another person created may contain links to arbitrary folders.
     """
     if folder.is_symlink():
-        target = printable(str(folder.readlink()))
+        link_target = printable(str(folder.readlink()))
         raise ValueError(
-            f"{folder} is a symbolic link to {target}. Files are never written through symbolic links."
+            f"{folder} is a symbolic link to {link_target}. Files are never written through symbolic links."
             " Replace the link with a folder."
         )
 
 
 def open_to_append(path: Path) -> BinaryIO:
     """Open or create a file in a run folder. Raise OSError if the path is a link or not a regular file."""
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-    descriptor = os.open(path, flags, 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
+    open_flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    file_fd = os.open(path, open_flags, 0o666)
+    if not stat.S_ISREG(os.fstat(file_fd).st_mode):
+        os.close(file_fd)
         raise OSError(errno.EINVAL, "the path is not a regular file", str(path))
-    return os.fdopen(descriptor, "a+b")
+    return os.fdopen(file_fd, "a+b")
 
 
 def discard(path: Path) -> None:
@@ -167,75 +172,83 @@ def discard(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def try_lock(descriptor: int, mode: int = fcntl.LOCK_EX) -> bool:
+def try_lock(file_fd: int, lock_mode: int = fcntl.LOCK_EX) -> bool:
     """Lock a file with flock. Return False immediately if another process holds the lock."""
     try:
-        fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
+        fcntl.flock(file_fd, lock_mode | fcntl.LOCK_NB)
     except BlockingIOError:
-        return False
+        return False  # another process holds the lock
     return True
 
 
-def free_space(folder: Path, error: OSError) -> str:
+def describe_free_space(folder: Path, error: OSError) -> str:
     """Describe the free space on a folder's disk, such as `12 MiB are free`, or an exhausted quota."""
     if error.errno == errno.EDQUOT:
         return "the user, group or project quota is exhausted, even if the disk has free space"
     try:
-        return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free"
+        free_mib = shutil.disk_usage(folder).free / 2**20
+        return f"{free_mib:,.0f} MiB are free"
     except OSError:  # The folder may be on a disk that no longer responds
         return "the free space is unknown"
 
 
-def not_written(subject: str, folder: Path, error: OSError) -> ValueError:
+def write_error(subject: str, folder: Path, error: OSError) -> ValueError:
     """Return an error that explains why `subject` could not be written, and states the remedy."""
-    advice = "Make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Correct the problem"
+    is_disk_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    advice = "Make room" if is_disk_full else "Correct the problem"
+    free_space = describe_free_space(folder, error)
     return ValueError(
-        f"{subject} can't be written to {folder}: {error.strerror or error} ({free_space(folder, error)})."
+        f"{subject} can't be written to {folder}: {error.strerror or error} ({free_space})."
         f" {advice}, then run the same command again to continue from the newest checkpoint"
     )
 
 
 @contextlib.contextmanager
 def explaining_write_errors(subject: str, folder: Path) -> Iterator[None]:
-    """Convert an OSError in the context to the ValueError of not_written()."""
+    """Convert an OSError in the context to the ValueError of write_error()."""
     try:
         yield
     except OSError as error:
-        raise not_written(subject, folder, error) from error
+        raise write_error(subject, folder, error) from error
 
 
-def allow_open_files(count: int) -> int:
-    """Raise this process's limit on open files to `count`, or at most to the hard limit. Return the limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < count:
-        soft = count if hard == resource.RLIM_INFINITY else min(count, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return count if soft == resource.RLIM_INFINITY else soft
+def allow_open_files(file_count: int) -> int:
+    """Raise this process's limit on open files to `file_count`, or at most to the hard limit.
+
+    Return the limit.
+    """
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft_limit != resource.RLIM_INFINITY and soft_limit < file_count:
+        soft_limit = file_count if hard_limit == resource.RLIM_INFINITY else min(file_count, hard_limit)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft_limit, hard_limit))
+    return file_count if soft_limit == resource.RLIM_INFINITY else soft_limit
 
 
-def size_limit() -> str:
+def ulimit_hint() -> str:
     """Return a hint about the limit on file sizes (`ulimit -f`) for write errors, or an empty string."""
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    return "" if limit == resource.RLIM_INFINITY else f" (ulimit -f limits file sizes to {limit:,} bytes)"
+    max_file_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if max_file_bytes == resource.RLIM_INFINITY:
+        return ""  # file sizes are unlimited
+    return f" (ulimit -f limits file sizes to {max_file_bytes:,} bytes)"
 
 
-def own_files(folder: Path, pattern: str) -> list[Path]:
+def files_inside(folder: Path, pattern: str) -> list[Path]:
     """Return the sorted regular files in a folder that match a glob pattern.
 
     Exclude pipes and link targets.
     """
-    return [file for file in sorted(folder.glob(pattern)) if _is_own(file, folder)]
+    return [path for path in sorted(folder.glob(pattern)) if _is_file_inside(path, folder)]
 
 
-def read_own_file(folder: Path, name: str, max_bytes: int) -> bytes:
+def read_file_inside(folder: Path, file_name: str, max_bytes: int) -> bytes:
     """Return the content of a regular file in a folder.
 
     Raises:
         OSError: If the path is not a regular file in the folder, such as a pipe or a link, or if the file is
-            larger than most_bytes bytes.
+            larger than max_bytes bytes.
     """
-    file = folder / name
-    if not _is_own(file, folder):
+    file = folder / file_name
+    if not _is_file_inside(file, folder):
         file.lstat()  # raises FileNotFoundError if the file is missing
         raise OSError(errno.EINVAL, "the path is not a regular file in this folder")
     if file.stat().st_size > max_bytes:
@@ -243,8 +256,9 @@ def read_own_file(folder: Path, name: str, max_bytes: int) -> bytes:
     return file.read_bytes()
 
 
-def _is_own(file: Path, folder: Path) -> bool:
-    return file.is_file() and file.resolve() == folder.resolve() / file.relative_to(folder)
+def _is_file_inside(path: Path, folder: Path) -> bool:
+    """Return True if the path is a regular file in the folder, and not a link to a file elsewhere."""
+    return path.is_file() and path.resolve() == folder.resolve() / path.relative_to(folder)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -256,11 +270,12 @@ def write_csv(path: Path, rows: Iterable[Iterable[object]]) -> None:
 
     Spreadsheets do not evaluate any cell of the file as a formula (OWASP, CSV Injection).
     """
-    table = io.StringIO()
-    for cells in (map(printable, row) for row in rows):
-        escaped = [f"'{cell}" if cell.startswith(("=", "+", "-", "@")) else cell for cell in cells]
-        csv.writer(table, lineterminator="\n").writerow(escaped)
-    write_text(path, table.getvalue())
+    csv_text = io.StringIO()
+    csv_writer = csv.writer(csv_text, lineterminator="\n")
+    for row in rows:
+        cells = map(printable, row)
+        csv_writer.writerow([f"'{cell}" if cell.startswith(FORMULA_STARTS) else cell for cell in cells])
+    write_text(path, csv_text.getvalue())
 
 
 def write_text(path: Path, text: str) -> None:
@@ -272,17 +287,17 @@ def write_bytes(path: Path, content: bytes) -> None:
 
     An error leaves the old file unchanged.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
-    discard(temporary)  # left behind by a killed process, or a link created by another person
+    temporary_path = path.with_name(f".{path.name}.tmp")
+    discard(temporary_path)  # left behind by a killed process, or a link created by another person
     try:
-        with open(temporary, "xb") as file:  # mode x fails if the path is a link
+        with open(temporary_path, "xb") as file:  # mode x fails if the path is a link
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+        temporary_path.replace(path)
         sync(path.parent)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        temporary_path.unlink(missing_ok=True)
         raise
 
 
@@ -309,7 +324,7 @@ def parse_json(content: bytes | str, source: object, pairs_hook: Any = None) -> 
             number with thousands of digits. The message contains `source`, but does not quote the content.
     """
     try:
-        value = json.loads(content, object_pairs_hook=pairs_hook)
+        json_object = json.loads(content, object_pairs_hook=pairs_hook)
     except RecursionError:
         raise ValueError(f"{source} can't be read because the JSON is nested too deeply") from None
     except json.JSONDecodeError as error:
@@ -317,9 +332,9 @@ def parse_json(content: bytes | str, source: object, pairs_hook: Any = None) -> 
     except ValueError as error:
         reason = "the text is not UTF-8" if isinstance(error, UnicodeDecodeError) else error
         raise ValueError(f"{source} can't be read as JSON: {reason}") from None
-    if not isinstance(value, dict):
+    if not isinstance(json_object, dict):
         raise ValueError(f"{source} does not contain a JSON object")
-    return value
+    return json_object
 
 
 @functools.cache
@@ -334,39 +349,43 @@ def _strict_loader() -> type:
     class StrictLoader(yaml.SafeLoader):
         def compose_node(self, parent, index):
             if self.check_event(yaml.AliasEvent):
-                mark = self.peek_event().start_mark
-                raise yaml.composer.ComposerError(None, None, "YAML aliases (*name) are not supported", mark)
+                position, problem = self.peek_event().start_mark, "YAML aliases (*name) are not supported"
+                raise yaml.composer.ComposerError(None, None, problem, position)
             return super().compose_node(parent, index)
 
         def construct_mapping(self, node, deep=False):
-            keys = set()
-            for key, _ in node.value:
-                if key.value in keys:
-                    problem = f"the key {shortened(str(key.value))} appears more than once"
-                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-                keys.add(key.value)
+            seen_keys = set()
+            for key_node, _ in node.value:
+                if key_node.value in seen_keys:
+                    problem = f"the key {shortened(str(key_node.value))} appears more than once"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+                seen_keys.add(key_node.value)
             return super().construct_mapping(node, deep)
 
         def construct_number(self, node):
             is_integer = node.tag.endswith("int")
-            value = self.construct_yaml_int(node) if is_integer else self.construct_yaml_float(node)
-            if ":" in node.value or (is_integer and re.fullmatch("[+-]?0[0-9_]+", node.value)):
+            number = self.construct_yaml_int(node) if is_integer else self.construct_yaml_float(node)
+            is_base_8 = is_integer and re.fullmatch("[+-]?0[0-9_]+", node.value)
+            is_base_60 = ":" in node.value
+            if is_base_8 or is_base_60:
                 problem = (
-                    f"YAML reads {node.value} as the number {value}. Write {value}, or put quotes around the"
-                    " text"
+                    f"YAML reads {node.value} as the number {number}."
+                    f" Write {number}, or put quotes around the text"
                 )
                 raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
-            return value
+            return number
 
-    for tag in ("int", "float"):
-        StrictLoader.add_constructor(f"tag:yaml.org,2002:{tag}", StrictLoader.construct_number)
+    for type_name in ("int", "float"):
+        StrictLoader.add_constructor(f"tag:yaml.org,2002:{type_name}", StrictLoader.construct_number)
     return StrictLoader
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Convert the pairs from json.loads to a dict. Raise ValueError if a key appears more than once."""
-    if repeated := [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]:
-        raise ValueError(f"the key {shortened(repeated[0])} appears more than once")
+    key_counts = Counter(key for key, _ in pairs)
+    for key, count in key_counts.items():
+        if count > 1:
+            raise ValueError(f"the key {shortened(key)} appears more than once")
     return dict(pairs)
 
 
@@ -403,22 +422,24 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 def json_lines(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects in a JSON-lines file. Skip lines truncated by a kill or a full disk."""
     check_regular(file)
-    with open(file, errors="replace") as stream:
-        for line in stream:
+    with open(file, errors="replace") as json_stream:
+        for json_line in json_stream:
             with contextlib.suppress(ValueError):
-                yield parse_json(line, file)
+                yield parse_json(json_line, file)
 
 
-def typed_values(content: dict[str, Any], types_: dict[str, ValueType]) -> tuple[dict[str, Any], list[str]]:
-    """Split a JSON object into the values that match `types_`, and the names of the values that do not.
+def split_by_type(
+    content: dict[str, Any], type_by_key: dict[str, ValueType]
+) -> tuple[dict[str, Any], list[str]]:
+    """Split a JSON object into the values that match `type_by_key`, and the keys of the values that do not.
 
     Unknown keys and null values are in neither result.
     """
     matching_values, mistyped_keys = {}, []
     for key, value in content.items():
-        value_type = types_.get(key, types_.get("*"))
+        value_type = type_by_key.get(key, type_by_key.get(OTHER_KEYS))
         if value_type is None or value is None:
-            continue
+            continue  # in neither result
         if has_type(value, value_type):
             matching_values[key] = value
         else:
@@ -431,20 +452,26 @@ def has_type(value: Any, value_type: ValueType) -> bool:
     if value_type is Any:
         return True
     if isinstance(value_type, types.UnionType):
-        return any(has_type(value, member) for member in typing.get_args(value_type))
+        return any(has_type(value, member_type) for member_type in typing.get_args(value_type))
     if isinstance(value_type, dict):
-        return isinstance(value, dict) and not typed_values(value, value_type)[1]
+        if not isinstance(value, dict):
+            return False
+        _, mistyped_keys = split_by_type(value, value_type)
+        return not mistyped_keys
     if typing.is_typeddict(value_type) or dataclasses.is_dataclass(value_type):
-        hints = typing.get_type_hints(value_type)
-        return isinstance(value, dict) and all(k in value and has_type(value[k], hints[k]) for k in hints)
+        type_by_key = typing.get_type_hints(value_type)
+        return isinstance(value, dict) and all(
+            key in value and has_type(value[key], key_type) for key, key_type in type_by_key.items()
+        )
     if isinstance(value_type, list) or typing.get_origin(value_type) in (list, tuple):
-        item_type = value_type[0] if isinstance(value_type, list) else typing.get_args(value_type)[0]
+        item_type, *_ = value_type if isinstance(value_type, list) else typing.get_args(value_type)
         return isinstance(value, list) and all(has_type(item, item_type) for item in value)
     if typing.get_origin(value_type) is dict:
-        member_type = typing.get_args(value_type)[1]
-        return isinstance(value, dict) and all(has_type(member, member_type) for member in value.values())
+        _, item_type = typing.get_args(value_type)
+        return isinstance(value, dict) and all(has_type(item, item_type) for item in value.values())
     if isinstance(value, bool) or value_type is bool:
         return isinstance(value, bool) and value_type is bool
     if value_type in (int, float):
-        return isinstance(value, int if value_type is int else int | float) and -(2**63) < value < 2**63
+        is_number = isinstance(value, int if value_type is int else int | float)
+        return is_number and -INT64_LIMIT < value < INT64_LIMIT
     return isinstance(value, value_type)

@@ -11,80 +11,83 @@ from typing import Any, NamedTuple
 
 import psutil
 
-# Minimum driver version for each major version of CUDA. A driver also supports later minor versions of CUDA:
+# A driver also supports later minor versions of CUDA:
 # https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
-MIN_DRIVER_BY_CUDA = {11: 450, 12: 525, 13: 580}
+MIN_DRIVER_BY_CUDA = {11: 450, 12: 525, 13: 580}  # {major version of CUDA: minimum driver version}
 
 
-class Devices(NamedTuple):
+class GpuInventory(NamedTuple):
     """Driver and GPUs of this host, as reported by NVML."""
 
-    driver: str | None = None
+    driver: str | None = None  # version of the driver, for example 580.65.06
     driver_cuda: tuple[int, int] | None = None  # (major, minor) of the newest CUDA that the driver supports
-    # properties of each GPU in PCI bus order; unknown properties are None
-    gpus: tuple[dict[str, Any], ...] = ()
-    # Reason why NVML can't list the GPUs. None if NVML lists the GPUs, or if the host has no driver.
-    problem: str | None = None
+    # Unknown properties are None
+    gpus: tuple[dict[str, Any], ...] = ()  # properties of each GPU in PCI bus order
+    # None if NVML lists the GPUs, or if the host has no driver
+    problem: str | None = None  # reason why NVML can't list the GPUs
 
 
-def list_gpus() -> Devices:
+def list_gpus() -> GpuInventory:
     try:
         import pynvml
 
         pynvml.nvmlInit()
     except ImportError:  # torch does not need pynvml to use the GPUs
-        return Devices()
+        return GpuInventory()
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
-        return Devices()
+        return GpuInventory()
     except pynvml.NVMLError as error:
-        return Devices(problem=str(error))
+        return GpuInventory(problem=str(error))
     try:
         cuda_number = _query(pynvml, pynvml.nvmlSystemGetCudaDriverVersion_v2) or 0
-        driver = _query(pynvml, pynvml.nvmlSystemGetDriverVersion)
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        gpus = tuple(_describe_gpu(pynvml, handle, handles) for handle in handles)
+        driver_version = _query(pynvml, pynvml.nvmlSystemGetDriverVersion)
+        gpu_count = pynvml.nvmlDeviceGetCount()
+        gpu_handles = [pynvml.nvmlDeviceGetHandleByIndex(gpu_index) for gpu_index in range(gpu_count)]
+        gpus = tuple(_describe_gpu(pynvml, gpu_handle, gpu_handles) for gpu_handle in gpu_handles)
         # NVML reports CUDA 12.4 as the number 12040.
         driver_cuda = divmod(cuda_number // 10, 100) if cuda_number else None
-        return Devices(driver, driver_cuda, gpus)
+        return GpuInventory(driver_version, driver_cuda, gpus)
     except pynvml.NVMLError as error:  # raised, for example, for a GPU that has fallen off the bus
-        return Devices(problem=str(error))
+        return GpuInventory(problem=str(error))
     finally:
         pynvml.nvmlShutdown()
 
 
-def _describe_gpu(pynvml: Any, handle: Any, handles: list[Any]) -> dict[str, Any]:
-    memory = _query(pynvml, pynvml.nvmlDeviceGetMemoryInfo, handle)
-    capability = _query(pynvml, pynvml.nvmlDeviceGetCudaComputeCapability, handle)
-    processes = _query(pynvml, pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
+def _describe_gpu(pynvml: Any, gpu_handle: Any, all_handles: list[Any]) -> dict[str, Any]:
+    memory = _query(pynvml, pynvml.nvmlDeviceGetMemoryInfo, gpu_handle)
+    capability = _query(pynvml, pynvml.nvmlDeviceGetCudaComputeCapability, gpu_handle)
+    processes = _query(pynvml, pynvml.nvmlDeviceGetComputeRunningProcesses, gpu_handle) or []
+    peer_handles = [handle for handle in all_handles if handle is not gpu_handle]
     return {
-        "name": _query(pynvml, pynvml.nvmlDeviceGetName, handle) or "a GPU",
+        "name": _query(pynvml, pynvml.nvmlDeviceGetName, gpu_handle) or "a GPU",
         "capability": list(capability) if capability else None,
         "memory_gib": memory and memory.total / 2**30,
         "free_gib": memory and memory.free / 2**30,
-        "held_by": [_process_name(process.pid) for process in processes],
-        "peers": [_can_read(pynvml, handle, peer) for peer in handles if peer is not handle],
+        "held_by": [_pid_and_name(process.pid) for process in processes],
+        "peers": [_can_read_peer(pynvml, gpu_handle, peer_handle) for peer_handle in peer_handles],
     }
 
 
-def _query(pynvml: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+def _query(pynvml: Any, nvml_function: Callable[..., Any], *arguments: Any) -> Any:
     """Return the result of an NVML query, or None if the query fails."""
     try:
-        return function(*arguments)
+        return nvml_function(*arguments)
     except pynvml.NVMLError:
-        return None
+        return None  # the query failed
 
 
-def _process_name(pid: int) -> str:
+def _pid_and_name(pid: int) -> str:
     try:
         return f"{pid} {psutil.Process(pid).name()}"
     except psutil.Error:
         return str(pid)
 
 
-def _can_read(pynvml: Any, gpu: Any, peer: Any) -> bool:
+def _can_read_peer(pynvml: Any, gpu_handle: Any, peer_handle: Any) -> bool:
     """Return True if a GPU can directly read a peer GPU's memory."""
-    status = _query(pynvml, pynvml.nvmlDeviceGetP2PStatus, gpu, peer, pynvml.NVML_P2P_CAPS_INDEX_READ)
-    return status == pynvml.NVML_P2P_STATUS_OK
+    status_arguments = gpu_handle, peer_handle, pynvml.NVML_P2P_CAPS_INDEX_READ
+    peer_status = _query(pynvml, pynvml.nvmlDeviceGetP2PStatus, *status_arguments)
+    return peer_status == pynvml.NVML_P2P_STATUS_OK
 
 
 def torch_cuda() -> str | None:
@@ -92,34 +95,41 @@ def torch_cuda() -> str | None:
 
     This function reads the version from a file instead of importing torch.
     """
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    version_file = Path(spec.origin).with_name("version.py").read_text()
-    match = re.search(r"^cuda[^=\n]*= '([\d.]+)'", version_file, re.MULTILINE)
-    return match and match[1]
+    torch_spec = importlib.util.find_spec("torch")
+    if torch_spec is None or torch_spec.origin is None:
+        return None  # torch is not installed
+    version_code = Path(torch_spec.origin).with_name("version.py").read_text()
+    cuda_version = re.search(r"^cuda[^=\n]*= '([\d.]+)'", version_code, re.MULTILINE)
+    return cuda_version and cuda_version[1]
 
 
-def driver_problem(devices: Devices, cuda: str | None) -> str | None:
+def driver_problem(devices: GpuInventory, torch_cuda_version: str | None) -> str | None:
     """Return the reason why torch for a CUDA version can't use the host's GPUs, or None if it can."""
     if devices.problem:
         return f"the NVIDIA driver does not respond ({devices.problem})"
     if not devices.gpus:
-        return None
-    if cuda is None:
+        return None  # there is no GPU to use
+    if torch_cuda_version is None:
         return "the installed torch was built without CUDA"
-    if devices.driver_cuda and devices.driver_cuda[0] < int(cuda.split(".")[0]):
-        newest = ".".join(map(str, devices.driver_cuda))
+    if devices.driver_cuda is None:
+        return None  # the driver's CUDA version is unknown
+    driver_major, driver_minor = devices.driver_cuda
+    if driver_major < _major_version(torch_cuda_version):
         return (
-            f"driver {devices.driver} supports CUDA up to {newest}, but the installed torch needs CUDA {cuda}"
+            f"driver {devices.driver} supports CUDA up to {driver_major}.{driver_minor},"
+            f" but the installed torch needs CUDA {torch_cuda_version}"
         )
-    return None
+    return None  # torch can use the GPUs
 
 
-def needed_driver(cuda: str) -> str:
+def needed_driver(cuda_version: str) -> str:
     """Describe the driver required by a CUDA version, for example as `driver 580 or newer`."""
-    version = MIN_DRIVER_BY_CUDA.get(int(cuda.split(".")[0]))
-    return f"driver {version} or newer" if version else "a newer driver"
+    min_driver = MIN_DRIVER_BY_CUDA.get(_major_version(cuda_version))
+    return f"driver {min_driver} or newer" if min_driver else "a newer driver"
+
+
+def _major_version(version: str) -> int:
+    return int(version.partition(".")[0])
 
 
 def visible_devices(gpu_indices: Sequence[int]) -> dict[str, str]:
@@ -131,14 +141,14 @@ def visible_devices(gpu_indices: Sequence[int]) -> dict[str, str]:
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpu_indices))}
 
 
-def runs_on(architecture: str, major: int, minor: int) -> bool:
-    """Return True if a GPU of compute capability major.minor can run code built for `architecture`.
+def runs_on(architecture: str, gpu_major: int, gpu_minor: int) -> bool:
+    """Return True if a GPU of compute capability gpu_major.gpu_minor can run code for `architecture`.
 
     For example, code built for sm_80 runs on all GPUs of compute capability 8.x, and code built for
     compute_80 also runs on newer GPUs.
     """
-    prefix, _, digits = architecture.partition("_")
-    built_major, built_minor = divmod(int(digits.rstrip("af")), 10)
-    if prefix == "compute":
-        return (built_major, built_minor) <= (major, minor)
-    return built_major == major and built_minor <= minor
+    code_type, _, capability_digits = architecture.partition("_")
+    code_major, code_minor = divmod(int(capability_digits.rstrip("af")), 10)
+    if code_type == "compute":
+        return (code_major, code_minor) <= (gpu_major, gpu_minor)
+    return code_major == gpu_major and code_minor <= gpu_minor

@@ -9,10 +9,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]  # root of the checkout, or site-packages if onecurve is installed
 
 
-def python_command(*words: object) -> str:
+def python_command(*arguments: object) -> str:
     """Return a command line that runs this Python, which may differ from `python` on the PATH."""
-    python = "python" if shutil.which("python") == sys.executable else shortest(sys.executable)
-    return shlex.join([python, *map(str, words)])
+    is_on_path = shutil.which("python") == sys.executable
+    python_name = "python" if is_on_path else shortest(sys.executable)
+    return shlex.join([python_name, *map(str, arguments)])
 
 
 def shortest(path: Path | str) -> str:
@@ -22,6 +23,6 @@ def shortest(path: Path | str) -> str:
 
 def public_path(path: Path | str) -> str:
     """Return a path without private parts: relative to the project, or with `~` for the home folder."""
-    text, home = str(path), f"{os.path.expanduser('~')}{os.sep}"
-    relative = text.removeprefix(f"{ROOT}{os.sep}")
-    return f"~/{relative.removeprefix(home)}" if relative.startswith(home) else relative
+    home_prefix = f"{os.path.expanduser('~')}{os.sep}"
+    path_text = str(path).removeprefix(f"{ROOT}{os.sep}")
+    return f"~/{path_text.removeprefix(home_prefix)}" if path_text.startswith(home_prefix) else path_text

@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from onecurve.system.processes import own_age_s
+from onecurve.system.processes import process_uptime_s
 
+# Names of phases and parts of a run
 STARTING, TRAINING, READING, EVALUATION = "starting", "training", "reading data", "evaluation"
 SAVING, ENDING = "saving", "ending"
 # Names of additional parts at the start and end of a run
@@ -28,9 +29,9 @@ class Replay:
     """
 
     number: int  # index of this replay among all replays in this process
-    since: float = field(default_factory=time.time)
+    since: float = field(default_factory=time.time)  # time.time() at the start of the observation
     launched: int = 0  # index of the newest replay that the host has launched
-    ended: Callable[[], bool] = lambda: False
+    ended: Callable[[], bool] = lambda: False  # returns True if the GPU has finished the replay
 
     def __post_init__(self) -> None:
         self.launched = self.number
@@ -48,21 +49,21 @@ class _CurrentPhase:
 
     def __init__(self) -> None:
         self.phase, self.part = STARTING, IMPORTS
-        self.step = 0
-        self.replay: Replay | None = None
-        self.since: float | None = None  # time.perf_counter() at the last enter()
+        self.step = 0  # optimizer step that this process computes
+        self.replay: Replay | None = None  # observed replay of a CUDA graph
+        self.entered_s: float | None = None  # time.perf_counter() at the last enter()
         self.past_s: dict[str, float] = {}  # seconds spent in each part before the last enter()
 
     def enter(self, part: str, phase: str = "") -> None:
         """Begin a part of the run. The default phase is the name of the part."""
         now_s = time.perf_counter()
-        elapsed_s = own_age_s() if self.since is None else now_s - self.since
+        elapsed_s = process_uptime_s() if self.entered_s is None else now_s - self.entered_s
         self.past_s[self.part] = self.past_s.get(self.part, 0.0) + elapsed_s
-        self.since, self.part, self.phase = now_s, part, phase or part
+        self.entered_s, self.part, self.phase = now_s, part, phase or part
 
     def spent_s(self) -> dict[str, float]:
         """Return the seconds spent in each part. The times add up to the process's uptime."""
-        elapsed_s = own_age_s() if self.since is None else time.perf_counter() - self.since
+        elapsed_s = process_uptime_s() if self.entered_s is None else time.perf_counter() - self.entered_s
         return self.past_s | {self.part: self.past_s.get(self.part, 0.0) + elapsed_s}
 
 
@@ -80,7 +81,7 @@ def in_phase(phase: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def spending(part: str) -> Iterator[None]:
+def timed_as(part: str) -> Iterator[None]:
     """Attribute the time spent in the context to `part`."""
     previous_part, previous_phase = now.part, now.phase
     now.enter(part)

@@ -19,10 +19,12 @@ import psutil
 from onecurve.system.files import read_yaml
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
+START_TIME_INDEX = 19  # index of a process's start time in the result of _stat_fields()
+PROBE_PORT = 9  # the discard service; interface_to() sends no packet to this port
 LAUNCHERS = ("accelerate", "accelerate-launch", "deepspeed", "torchrun", "launch.py")
 LAUNCHER_MODULES = ("accelerate.commands.", "deepspeed.launcher.", "torch.distributed.")
 # Environment variables that launchers set and that users rarely set
-SET_BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND", "CROSS_RANK")
+LAUNCHER_VARIABLES = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND", "CROSS_RANK")
 OUT_OF_MEMORY_MESSAGES = (  # substrings of out-of-memory messages
     "out of memory",  # torch and CUDA
     "ALLOC_FAILED",  # cuBLAS and cuDNN 8
@@ -52,18 +54,23 @@ LIMITED_MEMORY_MESSAGES = (
 class Parent(NamedTuple):
     """Ancestor of this process, with its command line."""
 
-    process: psutil.Process
+    process: psutil.Process  # the ancestor
     words: list[str]  # command line, or [""] if the command line is hidden
 
     def launcher(self, within: int | None = None) -> str:
         """Return the launcher or launcher module in the first `within` words of a Python command, or ""."""
-        python, *names = (Path(word).name for word in self.words[:within])
-        launcher_names = (name for name in names if name in LAUNCHERS or name.startswith(LAUNCHER_MODULES))
-        return next(launcher_names, "") if python.startswith("python") else ""
+        program_name, *word_names = (Path(word).name for word in self.words[:within])
+        if not program_name.startswith("python"):
+            return ""  # not a Python command
+        for word_name in word_names:
+            if word_name in LAUNCHERS or word_name.startswith(LAUNCHER_MODULES):
+                return word_name
+        return ""  # not a launcher
 
-    def flag(self, pattern: str) -> str:
+    def flag(self, name_pattern: str) -> str:
         """Return the value of the first flag whose name matches the pattern, or an empty string."""
-        match = re.search(rf"\0--?{pattern}[=\0]([^\0]*)", "\0".join(self.words))
+        command_line = "\0".join(self.words)
+        match = re.search(rf"\0--?{name_pattern}[=\0]([^\0]*)", command_line)
         return match[1] if match else ""
 
 
@@ -75,8 +82,8 @@ def parents() -> list[Parent]:
     """
     ancestors = [Parent(psutil.Process(), [""])]
     with contextlib.suppress(psutil.Error):  # raised if an ancestor ends during the query
-        while process := ancestors[-1].process.parent():
-            ancestors.append(Parent(process, process.cmdline() or [""]))
+        while parent_process := ancestors[-1].process.parent():
+            ancestors.append(Parent(parent_process, parent_process.cmdline() or [""]))
     return ancestors[1:] or ancestors
 
 
@@ -86,7 +93,8 @@ def launchers() -> list[psutil.Process]:
     Shells and tests are excluded because they may end earlier than the launcher. The `deepspeed` command runs
     two launcher processes.
     """
-    return [parent.process for parent in takewhile(lambda parent: parent.launcher(within=4), parents())]
+    launcher_parents = takewhile(lambda parent: parent.launcher(within=4), parents())
+    return [parent.process for parent in launcher_parents]
 
 
 def is_orphan() -> bool:
@@ -96,12 +104,14 @@ def is_orphan() -> bool:
     a container without an init process, a running launcher is PID 1. This function recognizes a launcher by
     the command line, because torchrun renames its main thread.
     """
-    parent, command_line = parents()[0]  # parents() may have run before or after the launcher died
-    is_launcher = parent.pid == 1 and Path(command_line[0]).name.startswith(("python", "bash", "sh"))
-    return os.getppid() == 1 and not is_launcher and any(name in os.environ for name in SET_BY_LAUNCHERS)
+    first_parent, *_ = parents()  # parents() may have run before or after the launcher died
+    program_name = Path(first_parent.words[0]).name
+    is_pid_1_launcher = first_parent.process.pid == 1 and program_name.startswith(("python", "bash", "sh"))
+    was_launched = any(variable in os.environ for variable in LAUNCHER_VARIABLES)
+    return os.getppid() == 1 and not is_pid_1_launcher and was_launched
 
 
-def deaf_launcher() -> str | None:
+def launcher_sigterm_warning() -> str | None:
     """Return a warning if SIGTERM to this container would not save a checkpoint, otherwise None.
 
     The kernel does not deliver a signal to a container's PID 1 if PID 1 has no handler for the signal.
@@ -109,14 +119,15 @@ def deaf_launcher() -> str | None:
     result is always None.
     """
     if not any(process.pid == 1 for process in launchers()):
-        return None
-    caught_signals = re.search(r"^SigCgt:\s*(\w+)", Path("/proc/1/status").read_text(), re.MULTILINE)
+        return None  # the launcher is not PID 1
+    launcher_status = Path("/proc/1/status").read_text()
+    caught_signals = re.search(r"^SigCgt:\s*(\w+)", launcher_status, re.MULTILINE)  # hexadecimal bit mask
     if caught_signals and int(caught_signals[1], 16) & 1 << (signal.SIGTERM - 1):
-        return None
+        return None  # the launcher handles SIGTERM
     return (
-        "warning: SIGTERM to this container (docker stop, Kubernetes) will not save a checkpoint, because the"
-        " launcher is process 1 and does not handle SIGTERM. Use docker run --init, or start the job with"
-        " torchrun."
+        "warning: SIGTERM to this container (docker stop, Kubernetes) will not save a checkpoint,"
+        " because the launcher is process 1 and does not handle SIGTERM."
+        " Use docker run --init, or start the job with torchrun."
     )
 
 
@@ -127,9 +138,9 @@ def accelerate_config() -> dict[str, Any]:
     for parent in parents():
         if parent.launcher().startswith("accelerate"):
             with contextlib.suppress(psutil.Error):
-                file = Path(parent.process.cwd(), parent.flag("config[_-]file") or default_config_file)
-                return read_yaml("--config_file", file) if file.is_file() else {}
-    return {}
+                config_path = Path(parent.process.cwd(), parent.flag("config[_-]file") or default_config_file)
+                return read_yaml("--config_file", config_path) if config_path.is_file() else {}
+    return {}  # `accelerate launch` did not start this process, or is hidden
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -146,31 +157,34 @@ def start_ticks(pid: int) -> int | None:
     changes when someone sets the machine's clock.
     """
     try:
-        return int(_stat_fields(pid)[19])
+        return int(_stat_fields(pid)[START_TIME_INDEX])
     except (OSError, ValueError, IndexError):
-        return None
+        return None  # the process has ended
 
 
-def is_running(pid: int, ticks: int | None) -> bool:
+def is_running(pid: int, expected_ticks: int | None) -> bool:
     """Return True if the process with this PID and start_ticks() is running.
 
     Zombies do not count as running.
     """
     try:
-        return start_ticks(pid) == ticks is not None and _stat_fields(pid)[0] not in (b"Z", b"X")
-    except (OSError, IndexError):
-        return False
+        process_state, *_ = _stat_fields(pid)
+        has_ended = process_state in (b"Z", b"X")  # zombie or dead
+        return start_ticks(pid) == expected_ticks is not None and not has_ended
+    except (OSError, ValueError):
+        return False  # the process has ended
 
 
 def _stat_fields(pid: int) -> list[bytes]:
     """Return all fields after the second in /proc/PID/stat. The second field may contain any characters."""
-    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    _, _, later_fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")
+    return later_fields.split()
 
 
-def own_age_s() -> float:
+def process_uptime_s() -> float:
     """Return this process's uptime in seconds, including the time spent on imports."""
-    started_s = int(_stat_fields(os.getpid())[19]) / os.sysconf("SC_CLK_TCK")
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
+    started_s = int(_stat_fields(os.getpid())[START_TIME_INDEX]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s  # both in seconds since boot
 
 
 def is_under_nohup() -> bool:
@@ -181,27 +195,30 @@ def is_under_nohup() -> bool:
     return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
-def allowed_cores(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+def allowed_cores(
+    cgroup_file: Path = Path("/proc/self/cgroup"), cgroup_root: Path = Path("/sys/fs/cgroup")
+) -> int:
     """Return the number of cores that this process may use under its CPU affinity and CPU quota."""
-    cores = len(os.sched_getaffinity(0))
-    return max(1, int(min([cores, *_cpu_quotas(groups, root)])))
+    affinity_cores = len(os.sched_getaffinity(0))
+    return max(1, int(min([affinity_cores, *_cpu_quotas(cgroup_file, cgroup_root)])))
 
 
 def _cpu_quotas(cgroup_file: Path, cgroup_root: Path) -> Iterator[float]:
     """Yield the CPU quotas of this process's control groups and their parents, in cores (cgroups(7))."""
-    for line in cgroup_file.read_text().splitlines() if cgroup_file.exists() else ():
-        _, controllers, cgroup = line.split(":", 2)
+    for cgroup_line in cgroup_file.read_text().splitlines() if cgroup_file.exists() else ():
+        _, controllers, cgroup = cgroup_line.split(":", 2)
         is_v1 = "cpu" in controllers.split(",")
         if controllers and not is_v1:
-            continue
-        for path in (Path(cgroup), *Path(cgroup).parents):
-            folder = cgroup_root / ("cpu" if is_v1 else "") / str(path).lstrip("/")
-            file_names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_v1 else ("cpu.max",)
+            continue  # a control group without CPU quotas
+        quota_file_names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_v1 else ("cpu.max",)
+        for cgroup_path in (Path(cgroup), *Path(cgroup).parents):
+            folder = cgroup_root / ("cpu" if is_v1 else "") / str(cgroup_path).lstrip("/")
             # inside a container, the root is the container's control group
             with contextlib.suppress(OSError):
-                quota, period = " ".join((folder / file_name).read_text() for file_name in file_names).split()
-                if quota not in ("max", "-1"):
-                    yield int(quota) / int(period)
+                file_texts = [(folder / file_name).read_text() for file_name in quota_file_names]
+                quota_us, period_us = " ".join(file_texts).split()
+                if quota_us not in ("max", "-1"):  # no limit
+                    yield int(quota_us) / int(period_us)
 
 
 def end_with_parent() -> None:
@@ -235,15 +252,15 @@ def kill(processes: Collection[psutil.Process]) -> None:
             process.kill()
 
 
-def says_out_of_memory(text: str, is_limited: bool = False) -> bool:
+def says_out_of_memory(error_text: str, has_memory_limit: bool = False) -> bool:
     """Return True if an error message or a failed process's output reports that memory ran out.
 
     Args:
-        text: Error message or output.
-        is_limited: True if the process had a memory limit.
+        error_text: Error message or output.
+        has_memory_limit: True if the process had a memory limit.
     """
-    messages = OUT_OF_MEMORY_MESSAGES + (LIMITED_MEMORY_MESSAGES if is_limited else ())
-    return any(message in text for message in messages)
+    memory_messages = OUT_OF_MEMORY_MESSAGES + (LIMITED_MEMORY_MESSAGES if has_memory_limit else ())
+    return any(message in error_text for message in memory_messages)
 
 
 # --- Network
@@ -260,56 +277,57 @@ def interface_to(address: str) -> tuple[str, str]:
     """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))  # does not send a packet
-            local_address = probe.getsockname()[0]
+            probe.connect((address, PROBE_PORT))  # does not send a packet
+            local_address, _ = probe.getsockname()
     except OSError as error:
-        problem = f"this host has no IPv4 route to {address} ({error.strerror or error})"
+        message = f"this host has no IPv4 route to {address} ({error.strerror or error})"
         if isinstance(error, socket.gaierror):
-            problem = f"{problem}. Set --master_addr to an IPv4 address"
-        raise ValueError(problem) from None
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(interface_address.address == local_address for interface_address in addresses):
-            return name, local_address
+            message = f"{message}. Set --master_addr to an IPv4 address"
+        raise ValueError(message) from None
+    for interface_name, interface_addresses in psutil.net_if_addrs().items():
+        if any(interface_address.address == local_address for interface_address in interface_addresses):
+            return interface_name, local_address
     raise ValueError(
         f"the route to {address} uses the local address {local_address}, but no interface has this address"
     )
 
 
-def interface_problem(env: Mapping[str, str], with_nccl: bool) -> str | None:
+def interface_problem(env: Mapping[str, str], uses_nccl: bool) -> str | None:
     """Return the reason why a variable does not match an interface for gloo or NCCL, or None if both match.
 
     GLOO_SOCKET_IFNAME contains interface names. NCCL_SOCKET_IFNAME contains prefixes of names, full names
     after "=", or names to exclude after "^".
     """
-    interfaces = psutil.net_if_addrs()
+    host_interfaces = psutil.net_if_addrs().keys()
     problem = (
-        f"matches no network interface on this host ({', '.join(interfaces)}). Set the variable to one of"
-        " these interfaces, or unset the variable."
+        f"matches no network interface on this host ({', '.join(host_interfaces)})."
+        " Set the variable to one of these interfaces, or unset the variable."
     )
-    gloo, nccl = env.get("GLOO_SOCKET_IFNAME", ""), env.get("NCCL_SOCKET_IFNAME", "")
-    if not {*gloo.split(",")} <= interfaces.keys() | {""}:
-        return f"GLOO_SOCKET_IFNAME={gloo} {problem}"
-    nccl_patterns = nccl.removeprefix("^").removeprefix("=").split(",")
-    is_exact = nccl.removeprefix("^").startswith("=")
-    if is_exact:
-        matches = {name for name in interfaces if name in nccl_patterns}
+    gloo_value, nccl_value = env.get("GLOO_SOCKET_IFNAME", ""), env.get("NCCL_SOCKET_IFNAME", "")
+    if not {*gloo_value.split(",")} <= host_interfaces | {""}:
+        return f"GLOO_SOCKET_IFNAME={gloo_value} {problem}"
+    nccl_patterns = nccl_value.removeprefix("^").removeprefix("=").split(",")
+    has_full_names = nccl_value.removeprefix("^").startswith("=")
+    if has_full_names:
+        matching_interfaces = {name for name in host_interfaces if name in nccl_patterns}
     else:
-        matches = {name for name in interfaces if name.startswith(tuple(nccl_patterns))}
-    usable = interfaces.keys() - matches if nccl.startswith("^") else matches
-    if with_nccl and not usable:
-        return f"NCCL_SOCKET_IFNAME={nccl} {problem}"
-    return None
+        matching_interfaces = {name for name in host_interfaces if name.startswith(tuple(nccl_patterns))}
+    is_exclusion = nccl_value.startswith("^")
+    usable_interfaces = host_interfaces - matching_interfaces if is_exclusion else matching_interfaces
+    if uses_nccl and not usable_interfaces:
+        return f"NCCL_SOCKET_IFNAME={nccl_value} {problem}"
+    return None  # both variables match
 
 
-def use_interface(name: str) -> dict[str, str]:
+def use_interface(interface_name: str) -> dict[str, str]:
     """Return environment variables that make gloo and NCCL use a network interface."""
     # The character "=" makes NCCL compare full names instead of prefixes.
-    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
+    return {"GLOO_SOCKET_IFNAME": interface_name, "NCCL_SOCKET_IFNAME": f"={interface_name}"}
 
 
-def own_addresses() -> set[str]:
-    all_addresses = chain.from_iterable(psutil.net_if_addrs().values())
-    return {interface_address.address for interface_address in all_addresses}
+def host_addresses() -> set[str]:
+    interface_addresses = chain.from_iterable(psutil.net_if_addrs().values())
+    return {interface_address.address for interface_address in interface_addresses}
 
 
 def listening_process(port: int) -> str:
@@ -321,6 +339,6 @@ def listening_process(port: int) -> str:
         for connection in psutil.net_connections("tcp"):
             is_listener = connection.status == psutil.CONN_LISTEN and connection.pid
             if is_listener and connection.laddr and connection.laddr.port == port:
-                command = shlex.join(psutil.Process(connection.pid).cmdline())
-                return f" by process {connection.pid}, {command[:80]}"
-    return ""
+                command_line = shlex.join(psutil.Process(connection.pid).cmdline())
+                return f" by process {connection.pid}, {command_line[:80]}"
+    return ""  # no visible process listens on the port

@@ -9,10 +9,11 @@ import re
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -20,7 +21,7 @@ from urllib.parse import urlsplit
 from onecurve.system.files import BACKOFF_S, MAX_ATTEMPTS
 from onecurve.system.output import log
 from onecurve.system.text import redacted
-from onecurve.system.threads import run_with_heartbeat, start_daemon
+from onecurve.system.threads import Heartbeat, run_with_heartbeat, start_daemon
 
 if TYPE_CHECKING:  # at runtime, functions import botocore lazily because the import takes a second
     from botocore.client import BaseClient
@@ -31,12 +32,15 @@ CONNECT_TIMEOUT_S = 5  # timeout in seconds for a connection to each of the endp
 READ_TIMEOUT_S = 15  # timeout in seconds without data from the store
 PROBE_MAX_S = 20  # timeout of probe() in seconds
 PART_BYTES = 16 * 2**20  # part size of a multipart transfer; smaller files are uploaded in one request
-FIRST_PART_BYTES = 2**18  # size of the first piece of a stream, because readers often need only the beginning
+FIRST_PART_BYTES = 2**18  # size of the first part of a stream, because readers often need only the beginning
 MAX_STREAMS = 4  # number of connections for one upload or download
+MAX_KEY_LENGTH = 1024  # maximum number of characters in a key
+MAX_SMALL_BYTES = 2**20  # maximum size of an object that read() returns by default
+UPLOAD_ATTEMPTS = 3  # one attempt, and one each after a lost response and a required checksum
 
 NO_CONDITIONAL_WRITES = (
-    "warning: this S3 store does not support conditional writes (If-None-Match). Do not start two runs with"
-    " the same prefix at the same time, because the runs can overwrite each other."
+    "warning: this S3 store does not support conditional writes (If-None-Match)."
+    " Do not start two runs with the same prefix at the same time, because the runs can overwrite each other."
 )
 CHECKSUMS_SENT = (
     "S3: this store requires a checksum for each object. Further requests will include checksums."
@@ -65,24 +69,24 @@ class ObjectStore:
     def __init__(self, url: str):
         bucket, _, prefix = url.removeprefix("s3://").rstrip("/").partition("/")
         if not url.startswith("s3://") or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{2,62}", bucket):
-            quoted = "the text" if "@" in url else repr(url)  # the URL might be s3://key:secret@bucket
+            quoted_url = "the text" if "@" in url else repr(url)  # the URL might be s3://key:secret@bucket
             raise ValueError(
-                f"{quoted} is not a valid S3 URL. Use the form s3://bucket/prefix with a bucket name of 3 to"
-                " 63 characters"
+                f"{quoted_url} is not a valid S3 URL."
+                " Use the form s3://bucket/prefix with a bucket name of 3 to 63 characters"
             )
-        if prefix and not _is_plain(prefix):
+        if prefix and not _is_valid_key(prefix):
             raise ValueError(
-                f"{url!r} does not contain a valid prefix. Use names separated by single slashes. The names ."
-                " and .. are not allowed"
+                f"{url!r} does not contain a valid prefix."
+                " Use names separated by single slashes. The names . and .. are not allowed"
             )
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
         self._bucket = bucket
-        self._prefix = f"{prefix}/" if prefix else ""
+        self._key_prefix = f"{prefix}/" if prefix else ""  # precedes each key within the bucket
         self._supports_conditional_writes = True  # False after the store has refused a conditional write
         self._sends_checksums = False  # True after the store has required a checksum
         self._endpoint = "the store"  # endpoint address, set once a client exists
-        # Clients by PID, because forked processes must not share connections
-        self._clients: dict[int, BaseClient] = {}
+        # One client per process, because forked processes must not share connections
+        self._client_by_pid: dict[int, BaseClient] = {}
         self._secrets: tuple[str, ...] = ()  # credentials of the newest client
 
     def probe(self) -> None:
@@ -91,52 +95,53 @@ class ObjectStore:
         This method logs a warning if the store does not support conditional writes, or if it ignores the
         condition of such a write.
         """
-        end_s = time.monotonic() + PROBE_MAX_S
+        deadline_s = time.monotonic() + PROBE_MAX_S
 
-        def check_time() -> None:
-            if time.monotonic() > end_s:
+        def check_deadline() -> None:
+            if time.monotonic() > deadline_s:
                 raise StoreError(
                     f"{self.url}: {self._endpoint} did not respond within {PROBE_MAX_S} s. {CHECK_CONNECTION}"
                 )
 
-        run_with_heartbeat(self._probe, check_time)
+        run_with_heartbeat(self._probe, check_deadline)
 
     def _probe(self) -> None:
-        key, content = f".probe-{secrets.token_hex(8)}/object", secrets.token_bytes(16)
-        self.write(key, content)
+        probe_key, probe_content = f".probe-{secrets.token_hex(8)}/object", secrets.token_bytes(16)
+        self.write(probe_key, probe_content)
         try:
-            self.list(key)
-            if self.read(key) != content:
+            self.list(probe_key)
+            if self.read(probe_key) != probe_content:
                 raise StoreError(
-                    f"{self.url}: the store returned different content than was written. Use a different"
-                    " store"
+                    f"{self.url}: the store returned different content than was written."
+                    " Use a different store"
                 )
-            if self.create(key, b"must not replace it"):
+            if self.create(probe_key, b"must not replace it"):
                 self._warn_not_conditional()
         finally:
-            self.delete([key])
+            self.delete([probe_key])
 
-    def list(self, under: str = "") -> list[str]:
-        """Return the sorted keys that start with `under`, except for keys that _location() rejects.
+    def list(self, key_start: str = "") -> list[str]:
+        """Return the sorted keys that start with `key_start`, except for keys that _bucket_and_key() rejects.
 
         For example, web consoles create keys that end in `/` for folders, and some tools create keys with
         `/..`, which is unsafe in a file path.
         """
-        with self._explained_errors(f"listing {under or 'the prefix'}"):
+        with self._explained_errors(f"listing {key_start or 'the prefix'}"):
             paginator = self._client().get_paginator("list_objects_v2")
-            pages = paginator.paginate(Bucket=self._bucket, Prefix=self._prefix + under)
-            keys = [item["Key"] for page in pages for item in page.get("Contents", ())]
-        return sorted(filter(_is_plain, (key.removeprefix(self._prefix) for key in keys)))
+            pages = paginator.paginate(Bucket=self._bucket, Prefix=self._key_prefix + key_start)
+            full_keys = [entry["Key"] for page in pages for entry in page.get("Contents", ())]
+        keys = (full_key.removeprefix(self._key_prefix) for full_key in full_keys)
+        return sorted(filter(_is_valid_key, keys))
 
-    def read(self, key: str, limit: int = 2**20) -> bytes | None:
+    def read(self, key: str, max_bytes: int = MAX_SMALL_BYTES) -> bytes | None:
         """Return the content of a small object, or None if the object does not exist.
 
         Raises:
-            StoreError: If the object is larger than `limit` bytes.
+            StoreError: If the object is larger than `max_bytes` bytes.
         """
         with self._explained_errors(f"reading {key}", allows_absent=True):
-            return self._read_body(key, limit)
-        return None
+            return self._read_body(key, max_bytes)
+        return None  # the object does not exist
 
     def write(self, key: str, content: bytes) -> None:
         """Create or replace a small object."""
@@ -148,19 +153,24 @@ class ObjectStore:
         try:
             self._client().put_object(**request)
         except Exception as error:
-            if not self._enable_checksums(error):
+            if not self._enable_checksums_after(error):
                 raise
             self._client().put_object(**request)
 
-    def _enable_checksums(self, error: Exception) -> bool:
-        """Return True if the error means that the store requires checksums. Later requests include them."""
-        code, status, message = _response_facts(error)
-        is_refusal = status == 400 and re.search("md5|checksum|digest", code + message, re.I)
-        if self._sends_checksums or not is_refusal:
+    def _enable_checksums_after(self, error: Exception) -> bool:
+        """Include checksums in later requests if the error means that the store requires checksums.
+
+        Returns:
+            True if this call has enabled checksums.
+        """
+        error_code, http_status, error_message = _parse_error_response(error)
+        mentions_checksum = re.search("md5|checksum|digest", error_code + error_message, re.I)
+        requires_checksum = http_status == HTTPStatus.BAD_REQUEST and mentions_checksum
+        if self._sends_checksums or not requires_checksum:
             return False
         log.info(CHECKSUMS_SENT)
         self._sends_checksums = True
-        self._clients.clear()
+        self._client_by_pid.clear()
         return True
 
     def create(self, key: str, content: bytes) -> bool:
@@ -177,19 +187,22 @@ class ObjectStore:
                 client = self._client()
                 try:
                     self._put_object(**self._bucket_and_key(key), Body=content, IfNoneMatch="*")
-                    return True
+                    return True  # this request created the object
                 except client.exceptions.ClientError as error:
-                    code, status, _ = _response_facts(error)
-                    if status == 412:  # the object exists
+                    error_code, http_status, _ = _parse_error_response(error)
+                    if http_status == HTTPStatus.PRECONDITION_FAILED:  # the object exists
                         was_retried = error.response["ResponseMetadata"].get("RetryAttempts", 0) > 0
-                        return was_retried and self.read(key, max(len(content), 2**20)) == content
-                    if status == 501 or (status == 400 and code in ("InvalidArgument", "InvalidRequest")):
+                        max_bytes = max(len(content), MAX_SMALL_BYTES)
+                        return was_retried and self.read(key, max_bytes) == content
+                    is_bad_request = http_status == HTTPStatus.BAD_REQUEST
+                    is_invalid = is_bad_request and error_code in ("InvalidArgument", "InvalidRequest")
+                    if is_invalid or http_status == HTTPStatus.NOT_IMPLEMENTED:
                         self._warn_not_conditional()
                         break
-                    if status != 409:  # 409 means that a concurrent write is in progress and may still fail
+                    if http_status != HTTPStatus.CONFLICT:  # a concurrent write, which may still fail
                         raise
         if self._supports_conditional_writes or self.size_and_etag(key) is not None:
-            return False
+            return False  # another process created the object, or is creating it
         self.write(key, content)
         return True
 
@@ -208,34 +221,35 @@ class ObjectStore:
         """
         from boto3.s3.transfer import TransferConfig, create_transfer_manager
 
-        config = TransferConfig(
+        transfer_config = TransferConfig(
             multipart_threshold=PART_BYTES + 1,
             multipart_chunksize=PART_BYTES,
             max_concurrency=MAX_STREAMS,
             preferred_transfer_client="classic",  # because boto3's CRT client ignores the endpoint
         )
         with self._explained_errors(f"uploading {key}"):
-            for attempt in range(3):
+            for attempt in range(UPLOAD_ATTEMPTS):
                 client = self._client()
                 try:
-                    with create_transfer_manager(client, config) as manager:
-                        manager.upload(str(path), *self._bucket_and_key(key).values()).result()
+                    with create_transfer_manager(client, transfer_config) as transfer_manager:
+                        bucket, full_key = self._bucket_and_key(key).values()
+                        transfer_manager.upload(str(path), bucket, full_key).result()
                     return
                 except client.exceptions.ClientError as error:
                     # After NoSuchUpload, the stored object may be this file or an older version of it.
                     # The error means that the last request's response was lost, and that the repeated request
                     # found no upload to complete.
-                    is_lost = isinstance(error, client.exceptions.NoSuchUpload) and attempt == 0
-                    if not (is_lost or self._enable_checksums(error)):
+                    was_response_lost = isinstance(error, client.exceptions.NoSuchUpload) and attempt == 0
+                    if not (was_response_lost or self._enable_checksums_after(error)):
                         raise
 
-    def download(self, key: str, path: Path, size: int, heartbeat: Callable[[], None] = lambda: None) -> None:
+    def download(self, key: str, path: Path, object_bytes: int, heartbeat: Heartbeat = lambda: None) -> None:
         """Download an object to a file. If the download fails, remove the file.
 
         Args:
             key: Key of the object.
             path: Path of the new file.
-            size: Expected size of the object in bytes.
+            object_bytes: Expected size of the object in bytes.
             heartbeat: Function called at least every second in the calling thread. An exception in this
                 function ends the download.
 
@@ -244,14 +258,14 @@ class ObjectStore:
         """
 
         def write_parts() -> None:
-            size_and_tag = self.size_and_etag(key)
-            if size_and_tag is None or size_and_tag[0] != size:
-                fault = "does not exist" if size_and_tag is None else f"has {size_and_tag[0]:,} bytes"
+            stored_bytes, etag = self.size_and_etag(key) or (None, None)
+            if stored_bytes != object_bytes:
+                fault = "does not exist" if stored_bytes is None else f"has {stored_bytes:,} bytes"
                 raise WrongSize(
-                    f"{self.url}/{key} {fault}, but {size:,} bytes are expected. Use a different"
-                    " copy of the data"
+                    f"{self.url}/{key} {fault}, but {object_bytes:,} bytes are expected."
+                    " Use a different copy of the data"
                 )
-            for part in self.stream(key, size, size_and_tag[1]):
+            for part in self.stream(key, object_bytes, etag):
                 # Writing fails after the file is closed. This error ends the thread if the caller has
                 # returned early.
                 file.write(part)
@@ -271,41 +285,45 @@ class ObjectStore:
         with self._explained_errors(f"looking for {key}", allows_absent=True):
             response = self._client().head_object(**self._bucket_and_key(key))
             return response["ContentLength"], response.get("ETag")
-        return None
+        return None  # the object does not exist
 
-    def stream(self, key: str, size: int, etag: str | None, start: int = 0) -> Iterator[bytes]:
-        """Yield the bytes of an object from `start` as a small first piece, followed by pieces of PART_BYTES.
+    def stream(self, key: str, object_bytes: int, etag: str | None, start: int = 0) -> Iterator[bytes]:
+        """Yield the bytes of an object from `start` as a small first part, followed by parts of PART_BYTES.
 
-        Up to MAX_STREAMS pieces are prefetched, and each piece is requested up to MAX_ATTEMPTS times.
+        Up to MAX_STREAMS parts are prefetched, and each part is requested up to MAX_ATTEMPTS times.
         """
         # Don't use s3transfer, because it can't yield bytes and repeats botocore's retries five times.
-        pending_parts: deque[Future[bytes]] = deque()
-        part_starts = [start, *range(start + FIRST_PART_BYTES, size, PART_BYTES)] if start < size else []
-        for index, (begin, end) in enumerate(zip(part_starts, [*part_starts[1:], size], strict=False)):
-            pending_parts.append(start_daemon(partial(self._read_part, key, begin, end, etag)))
-            if index == 0 or len(pending_parts) == MAX_STREAMS:
-                yield pending_parts.popleft().result()
-        while pending_parts:
-            yield pending_parts.popleft().result()
+        part_futures: deque[Future[bytes]] = deque()
+        part_start, part_bytes = start, FIRST_PART_BYTES
+        while part_start < object_bytes:
+            part_end = min(part_start + part_bytes, object_bytes)
+            part_futures.append(start_daemon(partial(self._read_part, key, part_start, part_end, etag)))
+            if part_start == start or len(part_futures) == MAX_STREAMS:
+                yield part_futures.popleft().result()
+            part_start, part_bytes = part_end, PART_BYTES  # all parts after the first
+        while part_futures:
+            yield part_futures.popleft().result()
 
-    def _read_part(self, key: str, begin: int, end: int, etag: str | None) -> bytes:
-        condition = {"IfMatch": etag} if etag else {}
+    def _read_part(self, key: str, part_start: int, part_end: int, etag: str | None) -> bytes:
+        conditions = {"IfMatch": etag} if etag else {}
+        byte_range = f"bytes={part_start}-{part_end - 1}"  # HTTP ranges include the last byte
         with self._explained_errors(f"reading {key}"):
-            return self._read_body(key, end - begin, Range=f"bytes={begin}-{end - 1}", **condition)
+            return self._read_body(key, part_end - part_start, Range=byte_range, **conditions)
 
-    def _read_body(self, key: str, limit: int, **request: str) -> bytes:
+    def _read_body(self, key: str, max_bytes: int, **request: str) -> bytes:
         """Read an object or a byte range. Make up to MAX_ATTEMPTS requests if connections break."""
         for attempt in range(MAX_ATTEMPTS):
             time.sleep(BACKOFF_S * attempt)
-            reply = self._client().get_object(**self._bucket_and_key(key), **request)
-            if reply["ContentLength"] > limit:
-                reply["Body"].close()
+            response = self._client().get_object(**self._bucket_and_key(key), **request)
+            if response["ContentLength"] > max_bytes:
+                response["Body"].close()
                 raise StoreError(
-                    f"{self.url}/{key} has {reply['ContentLength']:,} bytes, but at most {limit:,} bytes are"
-                    " expected. The object was replaced, or the store ignores byte ranges"
+                    f"{self.url}/{key} has {response['ContentLength']:,} bytes,"
+                    f" but at most {max_bytes:,} bytes are expected."
+                    " The object was replaced, or the store ignores byte ranges"
                 )
             try:
-                return reply["Body"].read()
+                return response["Body"].read()
             except Exception:  # botocore and urllib3 raise various errors for a lost or silent connection
                 if attempt == MAX_ATTEMPTS - 1:
                     raise
@@ -325,20 +343,20 @@ class ObjectStore:
 
         Raise StoreError if the key is a folder or unsafe.
         """
-        if not _is_plain(key):
+        if not _is_valid_key(key):
             raise StoreError(
-                f"{self.url}: {key!r} is not a valid key. Use names separated by single slashes. The names ."
-                " and .. are not allowed"
+                f"{self.url}: {key!r} is not a valid key."
+                " Use names separated by single slashes. The names . and .. are not allowed"
             )
-        return {"Bucket": self._bucket, "Key": self._prefix + key}
+        return {"Bucket": self._bucket, "Key": self._key_prefix + key}
 
     def _client(self) -> "BaseClient":
         """Return this process's client. If two threads each create a client, only one is kept."""
-        client = self._clients.get(os.getpid())
+        client = self._client_by_pid.get(os.getpid())
         if client is None:
             client, self._secrets = _connect(self._sends_checksums)
-            self._clients[os.getpid()] = client
-            self._endpoint = client.meta.endpoint_url.partition("?")[0]
+            self._client_by_pid[os.getpid()] = client
+            self._endpoint, _, _ = client.meta.endpoint_url.partition("?")
         return client
 
     @contextmanager
@@ -350,22 +368,24 @@ class ObjectStore:
         try:
             yield
         except (BotoCoreError, ClientError, HTTPError) as error:
-            if allows_absent and _response_facts(error)[0] in ("NoSuchKey", "NotFound", "404"):
-                return
-            reason = _explain(error, self._endpoint, self._secrets)
+            error_code, _, _ = _parse_error_response(error)
+            if allows_absent and error_code in ("NoSuchKey", "NotFound", "404"):
+                return  # the caller handles a missing object
+            reason = _explain_error(error, self._endpoint, self._secrets)
             # A new client reads the credentials again and starts with a full retry quota.
-            self._clients.pop(os.getpid(), None)
+            self._client_by_pid.pop(os.getpid(), None)
             # Don't chain the errors, because the traceback may show the output of credential helpers.
             raise StoreError(f"{operation} at {self.url} failed: {reason}") from None
 
 
-def _is_plain(key: str) -> bool:
+def _is_valid_key(key: str) -> bool:
     """Return True if a key has at most 1,024 characters and consists of names other than . and .. ."""
     names = key.split("/")
-    return len(key) <= 1024 and key.isprintable() and all(name not in ("", ".", "..") for name in names)
+    has_valid_names = all(name not in ("", ".", "..") for name in names)
+    return len(key) <= MAX_KEY_LENGTH and key.isprintable() and has_valid_names
 
 
-def _connect(has_checksums: bool) -> tuple["BaseClient", tuple[str, ...]]:
+def _connect(sends_checksums: bool) -> tuple["BaseClient", tuple[str, ...]]:
     """Return a client and its credentials.
 
     The client uses a new session, so that processes do not share connections. boto3's environment variables
@@ -374,77 +394,82 @@ def _connect(has_checksums: bool) -> tuple["BaseClient", tuple[str, ...]]:
     import boto3
     from botocore.config import Config
 
-    # Many stores refuse the trailing checksums that boto3 sends by default.
-    checksum_settings: dict[str, Any] = {
-        "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
-        "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
-    }
-    options = {name[4:].lower(): value for name, value in checksum_settings.items() if name not in os.environ}
-    if has_checksums:
-        options["request_checksum_calculation"] = "when_supported"
-    retries: dict[str, Any] = {"mode": os.environ.get("AWS_RETRY_MODE", "standard")}
+    retry_options: dict[str, Any] = {"mode": os.environ.get("AWS_RETRY_MODE", "standard")}
     if "AWS_MAX_ATTEMPTS" not in os.environ:
-        retries["total_max_attempts"] = MAX_ATTEMPTS
-    options |= {"connect_timeout": CONNECT_TIMEOUT_S, "read_timeout": READ_TIMEOUT_S}
-    config = Config(retries=retries, **options)
+        retry_options["total_max_attempts"] = MAX_ATTEMPTS
+    timeouts = {"connect_timeout": CONNECT_TIMEOUT_S, "read_timeout": READ_TIMEOUT_S}
+    client_options: dict[str, Any] = {"retries": retry_options, **timeouts}
+    # Many stores refuse the trailing checksums that boto3 sends by default.
+    for option_name in ("request_checksum_calculation", "response_checksum_validation"):
+        if f"AWS_{option_name.upper()}" not in os.environ:
+            client_options[option_name] = "when_required"
+    if sends_checksums:
+        client_options["request_checksum_calculation"] = "when_supported"
     session = boto3.session.Session()
     # Requests can't be signed without a region. AWS redirects requests to the correct region, and other
     # stores accept any region.
     region = session.region_name or os.environ.get("AWS_REGION") or "us-east-1"
     try:
-        client = session.client("s3", region_name=region, config=config)
+        client = session.client("s3", region_name=region, config=Config(**client_options))
     except ValueError:  # don't show the message, because the quoted URL may contain a password
         raise StoreError(
             "AWS_ENDPOINT_URL or the region is malformed. Use the form https://host[:port] for the URL"
         ) from None
     if "@" in urlsplit(client.meta.endpoint_url).netloc:
         raise StoreError(
-            "AWS_ENDPOINT_URL contains a user name or password. Remove both from the URL, and set"
-            " AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY instead"
+            "AWS_ENDPOINT_URL contains a user name or password. Remove both from the URL,"
+            " and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY instead"
         )
     credentials = session.get_credentials()
-    return client, tuple(filter(None, credentials.get_frozen_credentials()[:3])) if credentials else ()
+    if not credentials:
+        return client, ()
+    access_key, secret_key, session_token, *_ = credentials.get_frozen_credentials()
+    return client, tuple(filter(None, (access_key, secret_key, session_token)))
 
 
-def _response_facts(error: Exception) -> tuple[str, int, str]:
+def _parse_error_response(error: Exception) -> tuple[str, int, str]:
     """Return the error code, HTTP status and message in the store's response, or ("", 0, "")."""
     response = getattr(error, "response", None) or {}
     error_details = response.get("Error", {})
-    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    return str(error_details.get("Code", "")), status, str(error_details.get("Message", ""))
+    error_code, error_message = error_details.get("Code", ""), error_details.get("Message", "")
+    http_status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    return str(error_code), http_status, str(error_message)
 
 
-def _explain(error: Exception, endpoint: str, secrets_: Iterable[str]) -> str:
+def _explain_error(error: Exception, endpoint: str, credentials: Iterable[str]) -> str:
     """Describe the store's response or the lost connection, and append the remedy."""
     import yaml
     from botocore import exceptions as boto_errors
     from urllib3.exceptions import HTTPError
 
     if isinstance(error, boto_errors.ClientError):
-        code, status, message = _response_facts(error)
-        remedies = yaml.safe_load(Path(__file__).with_name("s3_remedies.yaml").read_text())
-        remedy = next((known_remedy for codes, known_remedy in remedies.items() if code in codes.split()), "")
-        if not remedy and status >= 500:
-            remedy = f"the store failed or was busy in all {MAX_ATTEMPTS} attempts. Try again later"
-        store_error = f"{redacted(code, secrets_)} ({status}): {redacted(message, secrets_)}"
-        return f"{store_error}; {remedy}" if remedy else store_error
+        error_code, http_status, error_message = _parse_error_response(error)
+        remedy_by_codes = yaml.safe_load(Path(__file__).with_name("s3_remedies.yaml").read_text())
+        remedies = [remedy for codes, remedy in remedy_by_codes.items() if error_code in codes.split()]
+        if not remedies and http_status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            remedies = [f"the store failed or was busy in all {MAX_ATTEMPTS} attempts. Try again later"]
+        redacted_code, redacted_message = (
+            redacted(error_code, credentials),
+            redacted(error_message, credentials),
+        )
+        return "; ".join([f"{redacted_code} ({http_status}): {redacted_message}", *remedies[:1]])
     error_name = type(error).__name__
     if isinstance(error, boto_errors.NoCredentialsError):
         return (
-            "there are no credentials. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, set AWS_PROFILE, or"
-            " use a machine with a role that provides credentials"
+            "there are no credentials. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, set AWS_PROFILE,"
+            " or use a machine with a role that provides credentials"
         )
     if isinstance(error, boto_errors.SSLError):
         return (
-            f"the TLS certificate of {endpoint} is not trusted. Set AWS_CA_BUNDLE to a file with trusted"
-            " certificates, or correct the address"
+            f"the TLS certificate of {endpoint} is not trusted."
+            " Set AWS_CA_BUNDLE to a file with trusted certificates, or correct the address"
         )
     if isinstance(error, boto_errors.ProxyConnectionError):
-        variable = f"{urlsplit(endpoint).scheme.upper()}_PROXY"
-        proxy = redacted(str(error.kwargs.get("proxy_url", "")), secrets_)
+        proxy_variable = f"{urlsplit(endpoint).scheme.upper()}_PROXY"
+        proxy_url = redacted(str(error.kwargs.get("proxy_url", "")), credentials)
         return (
-            f"the proxy {proxy} does not respond. Correct or unset {variable}, or add the store's host to"
-            " NO_PROXY"
+            f"the proxy {proxy_url} does not respond."
+            f" Correct or unset {proxy_variable}, or add the store's host to NO_PROXY"
         )
     connection_errors = (
         boto_errors.ConnectionError,
@@ -453,7 +478,8 @@ def _explain(error: Exception, endpoint: str, secrets_: Iterable[str]) -> str:
         HTTPError,
     )
     if isinstance(error, connection_errors):
-        reason = redacted(str(getattr(error, "kwargs", {}).get("error", "")).rpartition(": ")[2], secrets_)
+        _, _, error_detail = str(getattr(error, "kwargs", {}).get("error", "")).rpartition(": ")
+        reason = redacted(error_detail, credentials)
         error_cause = f"{error_name}: {reason}" if reason else error_name
         failure = f"{endpoint} did not send a complete response in {MAX_ATTEMPTS} attempts ({error_cause})"
         return f"{failure}. {CHECK_CONNECTION}"

@@ -10,6 +10,7 @@ from typing import TypeVar
 # Function that reports progress to other processes and is called about every second
 Heartbeat = Callable[[], None]
 Result = TypeVar("Result")
+LOWEST_PRIORITY = 19  # highest nice value on Linux
 
 
 def lower_priority() -> None:
@@ -20,30 +21,30 @@ def lower_priority() -> None:
     priority takes 2.9 times as long (benchmarks/checkpoint_saves.py).
     """
     with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
 
 
 def start_daemon(work: Callable[[], Result]) -> Future[Result]:
     """Run work() in a daemon thread, so that the process can exit while work() waits for a silent server."""
-    outcome: Future[Result] = Future()
+    work_future: Future[Result] = Future()
 
-    def run() -> None:
+    def run_work() -> None:
         try:
-            outcome.set_result(work())
+            work_future.set_result(work())
         except BaseException as error:
-            outcome.set_exception(error)
+            work_future.set_exception(error)
 
-    threading.Thread(target=run, daemon=True).start()
-    return outcome
+    threading.Thread(target=run_work, daemon=True).start()
+    return work_future
 
 
-def run_with_heartbeat(work: Callable[[], Result], heartbeat: Heartbeat, every_s: float = 0.5) -> Result:
+def run_with_heartbeat(work: Callable[[], Result], heartbeat: Heartbeat, interval_s: float = 0.5) -> Result:
     """Run work() in a thread, call heartbeat() in the calling thread, and return the result of work().
 
     Exceptions from work() are raised in the calling thread. An exception from heartbeat() is raised
     immediately. After such an exception, the thread continues, but does not keep the process alive.
     """
-    outcome = start_daemon(work)
-    while wait([outcome], every_s).not_done:
+    work_future = start_daemon(work)
+    while wait([work_future], interval_s).not_done:
         heartbeat()
-    return outcome.result()
+    return work_future.result()

@@ -38,7 +38,7 @@ from onecurve.distributed.strategy import device_name
 from onecurve.system.env import local_rank
 from onecurve.system.files import open_to_append
 from onecurve.system.output import log
-from onecurve.system.processes import own_age_s
+from onecurve.system.processes import process_uptime_s
 from onecurve.system.text import numbered
 from onecurve.system.threads import lower_priority
 from onecurve.telemetry.summary import GPU_MEASUREMENTS, HOST_MEASUREMENTS, HostSummary, summarize
@@ -223,7 +223,7 @@ class Telemetry:
             "memory_gib": round(psutil.virtual_memory().total / GIB, 3),
         }
         if self.run_folder:
-            header |= {"before_s": round(self.earlier_wall_s, 3), "age_s": round(own_age_s(), 3)}
+            header |= {"before_s": round(self.earlier_wall_s, 3), "age_s": round(process_uptime_s(), 3)}
         self._write_entry(host, header)
 
     def _log_nvidia_smi(self, host: SampledHost) -> None:

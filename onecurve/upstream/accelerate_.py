@@ -17,15 +17,15 @@ def cache_package_lookups() -> None:
     imports._is_package_available = functools.cache(imports._is_package_available)
 
 
-def print_where(is_first: Callable[[], bool]) -> None:
-    """Make accelerator.print and trackers write only in processes where is_first() returns True.
+def print_only_where(is_printing_process: Callable[[], bool]) -> None:
+    """Make accelerator.print and trackers write only in processes where is_printing_process() returns True.
 
     Otherwise, every process whose LOCAL_RANK is 0 writes. If each process on a host sees only one GPU,
     LOCAL_RANK is 0 in all processes.
     """
     from accelerate import PartialState
 
-    PartialState.is_local_main_process = property(lambda _: is_first())
+    PartialState.is_local_main_process = property(lambda _: is_printing_process())
 
 
 def skip_deepspeed_import() -> None:
@@ -68,7 +68,8 @@ def set_backend(backend: str, distributed_type: Any) -> None:
     """
     from accelerate import PartialState
 
-    PartialState._prepare_backend = lambda *_, **__: (backend, distributed_type)
+    backend_and_type = (backend, distributed_type)
+    PartialState._prepare_backend = lambda *_, **__: backend_and_type
 
 
 def set_device_to_cpu() -> None:
@@ -79,22 +80,23 @@ def set_device_to_cpu() -> None:
     import torch
     from accelerate import PartialState
 
-    def set_device(self: Any) -> None:
-        self.device = torch.device("cpu")
+    def set_device(state: Any) -> None:
+        state.device = torch.device("cpu")
 
     PartialState.set_device = set_device
 
 
-def launch_arguments(words: list[str]) -> tuple[Any, Any]:
-    """Return the parsed arguments of `accelerate launch WORDS`, and the content of the config file.
+def launch_arguments(launch_words: list[str]) -> tuple[Any, Any]:
+    """Return the parsed arguments of `accelerate launch LAUNCH_WORDS`, and the content of the config file.
 
     The arguments include the settings in the config file. Accelerate has no public function that reads the
     config file without starting the job.
     """
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
-    arguments, config, _ = _validate_launch_command(launch_command_parser().parse_args(words))
-    return arguments, config
+    parsed_arguments = launch_command_parser().parse_args(launch_words)
+    launch_options, config_content, _ = _validate_launch_command(parsed_arguments)
+    return launch_options, config_content
 
 
 def block_names(model: Any) -> tuple[str, ...]:

@@ -55,11 +55,11 @@ def hide_untested_optimizers() -> None:
 
     DeepSpeed prints this warning even if zero_allow_untested_optimizer is true in the DeepSpeed config.
     """
-    logging.getLogger("DeepSpeed").addFilter(_is_shown)
+    logging.getLogger("DeepSpeed").addFilter(_is_other_message)
 
 
-def _is_shown(record: logging.LogRecord) -> bool:
-    return "untested optimizer" not in record.getMessage()
+def _is_other_message(log_record: logging.LogRecord) -> bool:
+    return "untested optimizer" not in log_record.getMessage()
 
 
 def allow_smallest_scale(zero_optimizer: Any) -> None:
@@ -71,20 +71,20 @@ def allow_smallest_scale(zero_optimizer: Any) -> None:
     zero_optimizer.loss_scaler.raise_error_at_min_scale = False
 
 
-def call_at_overflow(zero_optimizer: Any, report: Callable[[], None]) -> None:
-    """Call report() whenever ZeRO's optimizer would skip a step because a gradient is not finite.
+def call_at_overflow(zero_optimizer: Any, report_overflow: Callable[[], None]) -> None:
+    """Call report_overflow() whenever ZeRO's optimizer would skip a step because a gradient is not finite.
 
     Otherwise, DeepSpeed silently skips the step in bf16 and fp32 training (DeepSpeed #8415). All processes
-    call report() in the same step.
+    call report_overflow() in the same step.
     """
-    update_scale = zero_optimizer._update_scale
+    original_update_scale = zero_optimizer._update_scale
 
-    def check_overflow(has_overflow: bool = False) -> None:
+    def update_scale_and_report(has_overflow: bool = False) -> None:
         if has_overflow:
-            report()
-        update_scale(has_overflow)
+            report_overflow()
+        original_update_scale(has_overflow)
 
-    zero_optimizer._update_scale = check_overflow
+    zero_optimizer._update_scale = update_scale_and_report
 
 
 def fragment(parameter: Any) -> tuple[int, int, int] | None:
@@ -96,10 +96,11 @@ def fragment(parameter: Any) -> tuple[int, int, int] | None:
         Start of the fragment in the parameter, length of the fragment, and start of the fragment in the flat
         partition of the master weights. None if this process has no fragment of the parameter.
     """
-    if (mapping := parameter._hp_mapping) is None:
-        return None
-    in_parameter, in_partition = mapping.lp_fragment_address, mapping.hp_fragment_address
-    return in_parameter.start, in_parameter.numel, in_partition.start
+    if (fragment_mapping := parameter._hp_mapping) is None:
+        return None  # this process has no fragment
+    parameter_range = fragment_mapping.lp_fragment_address
+    partition_range = fragment_mapping.hp_fragment_address
+    return parameter_range.start, parameter_range.numel, partition_range.start
 
 
 def partition_rank(zero_optimizer: Any, parameter: Any) -> int:
@@ -110,15 +111,15 @@ def partition_rank(zero_optimizer: Any, parameter: Any) -> int:
     return zero_optimizer._get_param_partition_rank(parameter)
 
 
-def end_zero3_step(zero_optimizer: Any, partitions: int) -> None:
+def end_zero3_step(zero_optimizer: Any, partition_count: int) -> None:
     """Copy the master weights into the model, as ZeRO-3 does at the end of an optimizer step.
 
     DeepSpeed's public function safe_set_full_fp32_param does not update the weights for the next forward
     pass.
     """
     zero_optimizer._partition_all_parameters()
-    for partition in range(partitions):
-        zero_optimizer._reassign_or_swap_out_partitioned_parameters(partition)
+    for partition_index in range(partition_count):
+        zero_optimizer._reassign_or_swap_out_partitioned_parameters(partition_index)
     if zero_optimizer.persistent_parameters:
         zero_optimizer.persistent_parameters[0].all_gather(zero_optimizer.persistent_parameters)
 
@@ -130,14 +131,14 @@ def zero_loss_scale(zero_optimizer: Any) -> tuple[float, int] | None:
     store the loss scaler as a pickle. The result is None if the loss scale is not dynamic.
     """
     if (scaler := _dynamic_scaler(zero_optimizer)) is None:
-        return None
+        return None  # the loss scale is not dynamic
     return scaler.cur_scale, scaler.cur_iter - scaler.last_overflow_iter - 1
 
 
-def set_zero_loss_scale(zero_optimizer: Any, scale: float, good_steps: int) -> None:
+def set_zero_loss_scale(zero_optimizer: Any, loss_scale: float, good_steps: int) -> None:
     """Set the fp16 loss scale and the number of steps since the last overflow, as in zero_loss_scale()."""
     scaler = _dynamic_scaler(zero_optimizer)
-    scaler.cur_scale = scale
+    scaler.cur_scale = loss_scale
     scaler.cur_iter = scaler.last_overflow_iter + 1 + good_steps
 
 
@@ -155,8 +156,8 @@ def skip_comparisons() -> None:
     import deepspeed.runtime.zero.stage3
 
     del deepspeed
-    for name, module in list(sys.modules.items()):
-        if name.startswith("deepspeed."):
-            for comparison in COMPARISONS:
-                if comparison in vars(module):
-                    setattr(module, comparison, lambda *_, **__: None)
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("deepspeed."):
+            for function_name in COMPARISONS:
+                if function_name in vars(module):
+                    setattr(module, function_name, lambda *_, **__: None)

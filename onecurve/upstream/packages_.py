@@ -37,18 +37,18 @@ def is_tensorboard_writer(thread: threading.Thread | None) -> bool:
     return type(thread).__name__ == "_AsyncWriterThread"
 
 
-def import_evaluate(scratch: Path) -> Any:
+def import_evaluate(module_cache: Path) -> Any:
     """Import the package `evaluate` without transformers, and set the folder for copies of metric modules.
 
     By default, `evaluate` copies the modules to a cache in the home folder. This cache may be read-only or
     contain an incomplete copy from another process. `evaluate` also imports transformers for pipelines, which
     takes 2 s.
     """
-    modules: dict[str, Any] = sys.modules
-    modules.setdefault("transformers", None)
+    loaded_modules: dict[str, Any] = sys.modules
+    loaded_modules.setdefault("transformers", None)  # None makes an import fail
     import evaluate
 
-    if modules["transformers"] is None:
-        del modules["transformers"]
-    evaluate.config.HF_MODULES_CACHE = scratch
+    if loaded_modules["transformers"] is None:
+        del loaded_modules["transformers"]
+    evaluate.config.HF_MODULES_CACHE = module_cache
     return evaluate

@@ -17,11 +17,11 @@ def run_finalizers() -> None:
     """
     import multiprocessing.util
 
-    multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]
+    multiprocessing.util._run_finalizers(minpriority=0)  # type: ignore[attr-defined]
 
 
-def on_unsent(report: Callable[[Exception, object], None]) -> None:
-    """Call report(error, object) when a multiprocessing queue can't send an object.
+def call_on_unsent(report_unsent: Callable[[Exception, object], None]) -> None:
+    """Call report_unsent(error, object) when a multiprocessing queue can't send an object.
 
     Otherwise, the queue's thread prints a traceback and drops the object, so that the receiver waits forever
     (pytorch #25691). CPython intends the replaced method to be overridden, but typeshed does not declare the
@@ -29,7 +29,8 @@ def on_unsent(report: Callable[[Exception, object], None]) -> None:
     """
     import multiprocessing.queues
 
-    setattr(multiprocessing.queues.Queue, "_on_queue_feeder_error", staticmethod(report))  # noqa: B010
+    error_handler = staticmethod(report_unsent)
+    setattr(multiprocessing.queues.Queue, "_on_queue_feeder_error", error_handler)  # noqa: B010
 
 
 def main_threads_frame() -> FrameType | None:
@@ -37,7 +38,8 @@ def main_threads_frame() -> FrameType | None:
 
     CPython has no public function that shows where a thread hangs in native code.
     """
-    return sys._current_frames().get(threading.main_thread().ident or 0)
+    frame_by_thread_id = sys._current_frames()
+    return frame_by_thread_id.get(threading.main_thread().ident or 0)
 
 
 def flag_names(parser: "argparse.ArgumentParser") -> Iterable[str]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-BATCH_NORM_ACT = "timm.layers.norm_act.BatchNormAct2d.forward"
+BATCH_NORM_ACT = "timm.layers.norm_act.BatchNormAct2d.forward"  # qualified name of the forward method
 
 
 def is_batch_norm_act(forward: Callable[..., Any]) -> bool:

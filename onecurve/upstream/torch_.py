@@ -25,13 +25,13 @@ class _CompilerStandIn(ModuleType):
     graph_break = staticmethod(lambda *_, **__: None)  # torch's function does nothing outside a compilation
     disable = staticmethod(lambda function, *_, **__: function)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__path__":  # `inspect` reads these attributes
-            raise AttributeError(name)
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__") and attribute != "__path__":  # `inspect` reads these attributes
+            raise AttributeError(attribute)
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
             importlib.import_module(self.__name__)  # replaces this stand-in in sys.modules
-        return getattr(sys.modules[self.__name__], name)
+        return getattr(sys.modules[self.__name__], attribute)
 
 
 def postpone_compiler() -> None:
@@ -42,9 +42,9 @@ def postpone_compiler() -> None:
     """
     import torch
 
-    name = "torch._dynamo"
-    if name not in sys.modules:
-        torch._dynamo = sys.modules[name] = _CompilerStandIn(name)
+    compiler_name = "torch._dynamo"
+    if compiler_name not in sys.modules:
+        torch._dynamo = sys.modules[compiler_name] = _CompilerStandIn(compiler_name)
 
 
 def allow_recompilations(limit: int) -> None:
@@ -55,10 +55,11 @@ def allow_recompilations(limit: int) -> None:
     """
     import torch._dynamo
 
-    torch._dynamo.config.recompile_limit = max(limit, torch._dynamo.config.recompile_limit)
+    dynamo_config = torch._dynamo.config
+    dynamo_config.recompile_limit = max(limit, dynamo_config.recompile_limit)
 
 
-def draw_as_eager() -> None:
+def draw_random_numbers_as_eager() -> None:
     """Make compiled code draw the same random numbers as eager code.
 
     Otherwise, Inductor draws different random numbers, for example for dropout.
@@ -199,17 +200,20 @@ def flight_record() -> list[dict[str, Any]]:
     """
     import torch._C._distributed_c10d as c10d
 
-    entries = []
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # flight recorders of gloo and NCCL
+    collectives = []
+    for dump_name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # flight recorders of gloo and NCCL
         with suppress(AttributeError, RuntimeError, ValueError):
-            entries += json.loads(getattr(c10d, name)()).get("entries", [])
-    return entries
+            dump_flight_recorder = getattr(c10d, dump_name)
+            collectives += json.loads(dump_flight_recorder()).get("entries", [])
+    return collectives
 
 
 # --- captures of CUDA graphs
 
+UNREACHED_STEP = 2**31 - 1  # number of a step that no run reaches
 
-def leave_pool(device: int, pool: Any) -> None:
+
+def leave_capture_pool(device_index: int, memory_pool: Any) -> None:
     """Make the CUDA allocator leave a failed capture's memory pool.
 
     Otherwise, the allocator behaves as if the capture continued (pytorch #180395, #190348), and places later
@@ -218,17 +222,17 @@ def leave_pool(device: int, pool: Any) -> None:
     import torch
 
     with suppress(RuntimeError):  # the allocator has already left the pool
-        torch._C._cuda_endAllocateToPool(device, pool)
-        torch._C._cuda_releasePool(device, pool)
+        torch._C._cuda_endAllocateToPool(device_index, memory_pool)
+        torch._C._cuda_releasePool(device_index, memory_pool)
 
 
-def stop_timing(ddp: Any) -> None:
+def stop_ddp_timing(ddp: Any) -> None:
     """Make DDP stop timing its steps.
 
     Otherwise, DDP records CUDA events in every hundredth step, which is not allowed while a graph is
     captured.
     """
-    ddp._set_ddp_runtime_logging_sample_rate(2**31 - 1)
+    ddp._set_ddp_runtime_logging_sample_rate(UNREACHED_STEP)
 
 
 def reset_reducer(ddp: Any) -> None:
@@ -239,12 +243,15 @@ def reset_reducer(ddp: Any) -> None:
     ddp.reducer._reset_state()
 
 
-def can_reset_shards(model: Any) -> bool:
-    """Return True if the model has reset_iter_state(), which reset_shards() needs and torch 2.11 lacks."""
+def can_reset_fsdp_state(model: Any) -> bool:
+    """Return True if the model has reset_iter_state(), which reset_fsdp_state() calls.
+
+    torch 2.11 does not provide this method.
+    """
     return hasattr(model, "reset_iter_state")
 
 
-def reset_shards(model: Any) -> None:
+def reset_fsdp_state(model: Any) -> None:
     """Make FSDP2 discard the state that remains after a failed capture.
 
     Otherwise, the next step fails, because no stream can wait for the capture's CUDA events. Waiting is not
@@ -255,7 +262,8 @@ def reset_shards(model: Any) -> None:
     comm_context.reduce_scatter_states.clear()
     comm_context._last_post_reduce_events.clear()
     for module in model.modules():
-        for group in module._get_fsdp_state()._fsdp_param_groups if hasattr(module, "unshard") else ():
-            group._all_gather_result = group._post_reduce_event = None
-            group._all_reduce_state = group._reshard_after_forward_event = None
+        is_fsdp_module = hasattr(module, "unshard")
+        for param_group in module._get_fsdp_state()._fsdp_param_groups if is_fsdp_module else ():
+            param_group._all_gather_result = param_group._post_reduce_event = None
+            param_group._all_reduce_state = param_group._reshard_after_forward_event = None
     model.reset_iter_state()

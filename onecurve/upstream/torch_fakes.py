@@ -18,19 +18,21 @@ def fake_contents() -> AbstractContextManager[Any]:
 
     class FakeContents(FakeTensorMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is torch.ops.aten._local_scalar_dense.default:
-                return False if args[0].dtype == torch.bool else torch.ones((), dtype=args[0].dtype).item()
+            if func is torch.ops.aten._local_scalar_dense.default:  # Tensor.item()
+                (fake_tensor,) = args
+                is_bool = fake_tensor.dtype == torch.bool
+                return False if is_bool else torch.ones((), dtype=fake_tensor.dtype).item()
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     return FakeContents(allow_non_fake_inputs=True)
 
 
-def join_fake_group(processes: int) -> None:
+def join_fake_group(process_count: int) -> None:
     """Join torch's fake process group, in which collectives return immediately, as rank 0."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=process_count, store=FakeStore())
 
 
 def skip_ddp_checks() -> None:
@@ -49,13 +51,13 @@ def read_ranks_of_meshes() -> None:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.distributed.fsdp._fully_shard import _fully_shard
 
-    init_default_mesh = _fully_shard._init_default_mesh
+    original_init_mesh = _fully_shard._init_default_mesh
 
-    def default_mesh(*args: Any, **kwargs: Any) -> Any:
+    def init_mesh_of_real_tensors(*args: Any, **kwargs: Any) -> Any:
         with unset_fake_temporarily():
-            return init_default_mesh(*args, **kwargs)
+            return original_init_mesh(*args, **kwargs)
 
-    _fully_shard._init_default_mesh = default_mesh
+    _fully_shard._init_default_mesh = init_mesh_of_real_tensors
 
 
 def hide_whole_shapes() -> None:
@@ -71,18 +73,18 @@ def hide_whole_shapes() -> None:
 
 def keep_first_buckets(ddp: Any) -> None:
     """Prevent DDP from rebuilding buckets after the first step, which would read the contents of tensors."""
-    ddp.reducer = _Reducer(ddp.reducer)
+    ddp.reducer = _FixedBucketReducer(ddp.reducer)
 
 
-class _Reducer:
-    def __init__(self, reducer: Any):
-        self.reducer = reducer
+class _FixedBucketReducer:
+    def __init__(self, ddp_reducer: Any):
+        self.ddp_reducer = ddp_reducer
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.reducer, name)
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self.ddp_reducer, attribute)
 
     def _rebuild_buckets(self) -> bool:
-        return False
+        return False  # no buckets were rebuilt
 
 
 def dispatch_mode() -> Any:

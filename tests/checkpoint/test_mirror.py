@@ -459,6 +459,6 @@ def test_no_secret_is_written_anywhere(bucket, tmp_path):
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert any("wandb" in str(path) for path in files)
     contents = [output.encode(), *(path.read_bytes() for path in files)]
-    contents += [bucket.store.read(key, limit=2**24) for key in bucket.store.list()]
+    contents += [bucket.store.read(key, max_bytes=2**24) for key in bucket.store.list()]
     assert len(contents) > 20
     assert not [c for c in contents if SECRET.encode() in c or canary.encode() in c]

@@ -211,7 +211,9 @@ def test_ranks_that_hang_in_a_collective_end(failure, message, tmp_path, project
     assert "error: " in output
     assert message in output
     # Rank 0 must exit without being killed. A kill by the launcher would leave no exit event.
-    statuses = [event["status"] for event in EventReader(events).new() if event["event"] == "exit"]
+    statuses = [
+        event["status"] for event in EventReader(events).read_new_events() if event["event"] == "exit"
+    ]
     assert statuses == [1] * (1 if "SIGKILL" in failure else 2), output
     assert result(tmp_path / "run")["status"] == "failed"
     assert message in result(tmp_path / "run")["error"]

@@ -55,19 +55,17 @@ CASES = [{"tokens": n} for n in (1, 16, 50, 64, 65)]
 CASES += [{"tokens": n, "dtype": "float16", "size": size} for n, size in ((5, 64), (50, 24), (97, 64))]
 CASES += [{"tokens": n, "largest": 100} for n in (17, 130)]
 CASES += [{"tokens": n, "order": "parts first"} for n in (3, 66)]
-WRONG_MASK = {"[None, :] < N, scores": "[None, :] < N + 1, scores"}
+WRONG_MASK = {"[None, :] < TOKENS, scores": "[None, :] < TOKENS + 1, scores"}
 NO_SCALE = {"tl.dot(q, tl.trans(k)) * (SCALE * LOG2_E)": "tl.dot(q, tl.trans(k)) * LOG2_E"}
 SWAPPED = {  # Mutant that swaps the gradients of keys and values
-    "packed + tile + 2 * H * D, dv": "packed + tile + H * D, dv",
-    "packed + tile + H * D, tl.dot(": "packed + tile + 2 * H * D, tl.dot(",
+    "qkv_gradient + key_offsets + 2 * CHANNELS, dv": "qkv_gradient + key_offsets + CHANNELS, dv",
+    "qkv_gradient + key_offsets + CHANNELS, tl": "qkv_gradient + key_offsets + 2 * CHANNELS, tl",
 }
 # Mutant that computes half of the rows twice, with the same results
-RACE = {"% BLOCKS * R\n": "% BLOCKS * (R // 2)\n"}
-RACE_BACK = {
-    "(tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H": "(tl.program_id(0) // H).to(tl.int64), 0"
-}
-UNWRITTEN = {"(n[:, None] < N) &": "(n[:, None] < N - 1) &"}
-NO_MEAN = {"(dp - mean[:, None])": "dp"}
+RACE = {"% BLOCKS * QUERIES\n": "% BLOCKS * (QUERIES // 2)\n"}
+RACE_BACK = {".to(tl.int64), tl.program_id(0) % HEADS": ".to(tl.int64), 0"}
+UNWRITTEN = {"(token[:, None] < TOKENS) &": "(token[:, None] < TOKENS - 1) &"}
+NO_MEAN = {"(dp - mean_dp[:, None])": "dp"}
 GRADIENTS = ["gradients", "packed gradients"]
 ALL = ["outputs", *GRADIENTS]
 MUTANTS = [
@@ -297,12 +295,12 @@ def test_a_compiled_layer_launches_the_same_kernels(tokens, warps):
     for node, count in zip(launches, warps, strict=True):
         kernel, kwargs = kernel_side_table.get_kernel(node.kwargs["kernel_idx"]), node.kwargs["kwargs"]
         assert [config.num_warps for config in kernel.configs] == [count]
-        assert set(node.kwargs["tensors_to_clone"]) <= {"out", "logs", "packed"}
+        assert set(node.kwargs["tensors_to_clone"]) <= {"out", "logs", "qkv_gradient"}
         constants = kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"])
         constant_names = {p.name for p in kernel.fn.params if p.is_constexpr}
         numbers = {name for name, value in (kwargs | constants).items() if isinstance(value, (int, float))}
         assert numbers == constant_names
-        assert (kwargs | constants)["N"] == tokens
+        assert (kwargs | constants)["TOKENS"] == tokens
 
 
 @pytest.mark.full

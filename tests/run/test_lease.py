@@ -16,7 +16,7 @@ from onecurve.run import lease as lease_module
 from onecurve.run.folder import RunFolder, candidate_folders
 from onecurve.run.identity import model_prefix, script_name
 from onecurve.run.lease import FolderRecord, Lease
-from onecurve.system.processes import own_age_s
+from onecurve.system.processes import process_uptime_s
 from tests.checkpoint.test_checkpoints import LONG, start_and_wait
 from tests.conftest import Job, wait_until
 
@@ -126,9 +126,9 @@ def test_a_record_that_was_removed_is_not_another_owner(tmp_path, monkeypatch):
 
 
 def test_the_age_of_a_process_does_not_change_with_the_clock(monkeypatch):
-    before = own_age_s()
+    before = process_uptime_s()
     monkeypatch.setattr(time, "time", lambda: 0.0)
-    assert 0 < before <= own_age_s() < before + 100
+    assert 0 < before <= process_uptime_s() < before + 100
 
 
 # --- Choice of the run folder

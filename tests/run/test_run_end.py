@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from onecurve.system.files import not_written
+from onecurve.system.files import write_error
 from tests.conftest import Job, mutate, result, run, small_disk
 from tests.support.compare import assert_same_end
 from tests.support.faults import at_file_operation, mark, operations
@@ -84,7 +84,7 @@ def assert_says_what_to_do(output: str) -> None:
     ("number", "message"), [(errno.ENOSPC, "MiB are free"), (errno.EDQUOT, "quota is exhausted")]
 )
 def test_a_quota_is_not_the_disks_free_space(number, message, tmp_path):
-    text = str(not_written("the run", tmp_path, OSError(number, os.strerror(number))))
+    text = str(write_error("the run", tmp_path, OSError(number, os.strerror(number))))
     assert [part for part in ("MiB are free", "quota is exhausted") if part in text] == [message]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from onecurve.flags.recipe import METRICS, score
 from onecurve.run.schemas import MetricsLine, RecipeFile, Report, Result, StartLine, Verified, value_types
-from onecurve.system.files import typed_values
+from onecurve.system.files import split_by_type
 from tests.conftest import run
 from tools.logbook.run_record import RunRecord
 
@@ -39,7 +39,7 @@ def test_a_run_follows_the_schemas(folder):
         schemas.add(schema)
         left_out = {"argv", "defaults"} if schema is StartLine else set()
         assert schema.__required_keys__ - left_out <= content.keys()
-        assert typed_values(content, value_types(schema))[1] == []
+        assert split_by_type(content, value_types(schema))[1] == []
         unknown = content.keys() - value_types(schema).keys()
         metrics = {name for name in unknown if name.startswith(("train/", "val/", "test/"))}
         assert unknown == (metrics if schema is MetricsLine else set())

@@ -9,7 +9,7 @@ import pytest
 from onecurve.checkpoint.format import Checkpoint
 from onecurve.run.run import Run
 from onecurve.run.state import REQUIRED_FIELDS, RunState
-from onecurve.system.files import has_type, typed_values
+from onecurve.system.files import has_type, split_by_type
 
 OPTIMIZER = {"scalars": {"head.weight": {"step": 3}}, "groups": [{}]}
 
@@ -60,8 +60,8 @@ def test_fitting_keeps_what_has_the_expected_type():
     schema = {"a": int, "b": list[str], "c": {"*": float, "d": str}, "e": int | None}
     content = {"a": 1, "b": ["x"], "c": {"d": "x", "z": 2, "none": None}, "e": 3, "unknown": object()}
     expected = {name: value for name, value in content.items() if name != "unknown"}
-    assert typed_values(content, schema) == (expected, [])
+    assert split_by_type(content, schema) == (expected, [])
     wrong = {"a": True, "b": ["x", 1], "c": {"d": 1}, "e": "3"}
-    assert typed_values(wrong, schema) == ({}, ["a", "b", "c", "e"])
+    assert split_by_type(wrong, schema) == ({}, ["a", "b", "c", "e"])
     assert has_type([{"n": 1.5}], [{"n": float}])
     assert not has_type([{"n": "1"}], [{"n": float}])

@@ -18,7 +18,7 @@ import timm
 import launch
 from cluster import virtual_hosts as hosts
 from cluster.drill import ranks_on
-from onecurve.system.gpus import Devices
+from onecurve.system.gpus import GpuInventory
 from tests.conftest import (
     ROOT,
     TRAINING,
@@ -609,7 +609,7 @@ def test_a_mode_uses_the_gpus_of_this_machine(gpus, visible, slots, monkeypatch)
 
     A host without GPUs, or in a rehearsal, runs one process.
     """
-    monkeypatch.setattr(launch, "list_gpus", lambda: Devices(gpus=({},) * gpus))
+    monkeypatch.setattr(launch, "list_gpus", lambda: GpuInventory(gpus=({},) * gpus))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -16,7 +16,7 @@ from sklearn import metrics as sklearn_metrics
 from onecurve.checkpoint.format import DamagedCheckpoint, parse_step_index
 from onecurve.checkpoint.weights import find_model
 from onecurve.flags.recipe import parse
-from onecurve.models.script import as_flags, load_script, own_script, recipe_class
+from onecurve.models.script import as_flags, load_script, project_script, recipe_class
 from onecurve.run.evaluation import MAX_CONFUSION_CLASSES, frequent_mistakes
 from onecurve.system.s3 import ObjectStore
 from tests.checkpoint.test_checkpoints import forge
@@ -338,7 +338,7 @@ def test_no_code_of_a_checkpoint_runs(copy, cache, tmp_path):
         with pytest.raises(
             ValueError, match="which is not one of this project's scripts \\(train_cnn_a, train_cnn_b"
         ):
-            own_script(name)
+            project_script(name)
     forge(latest(copy), written_by={"script": str(evil.with_suffix(""))})
     assert "the model was trained by" in fails(words(copy, *cache))
     assert not (tmp_path / "ran").exists()

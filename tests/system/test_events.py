@@ -12,18 +12,18 @@ def test_events_are_read_once_each(tmp_path, monkeypatch):
     file = tmp_path / "events"
     reader = EventReader(file)
     report_event("exit", status=1)  # Without the environment variable, report() does nothing
-    assert reader.new() == []
+    assert reader.read_new_events() == []
     monkeypatch.setenv(EVENTS_FILE_VARIABLE, str(file))
     report_event("step", step=1)
-    assert reader.new() == [{"event": "step", "step": 1}]
-    assert reader.new() == []
+    assert reader.read_new_events() == [{"event": "step", "step": 1}]
+    assert reader.read_new_events() == []
     report_event("step", step=2)
     with open(file, "a") as half:
         half.write('{"event": "st')
-    assert [event["step"] for event in reader.new()] == [2]
+    assert [event["step"] for event in reader.read_new_events()] == [2]
     with open(file, "a") as half:
         half.write('ep", "step": 3}\n')
-    assert [event["step"] for event in reader.new()] == [3]
+    assert [event["step"] for event in reader.read_new_events()] == [3]
 
 
 def test_the_agent_keeps_statuses_and_passes_the_other_events_on(tmp_path, monkeypatch, capfd):

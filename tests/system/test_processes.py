@@ -127,5 +127,5 @@ def test_a_variable_that_names_an_interface(variable, value, is_right, monkeypat
     env = {f"{variable}_SOCKET_IFNAME": value}
     message = f"{variable}_SOCKET_IFNAME={value} matches no network interface on this host (lo)."
     message += " Set the variable to one of these interfaces, or unset the variable."
-    assert interface_problem(env, with_nccl=True) == (None if is_right else message)
-    assert variable == "GLOO" or interface_problem(env, with_nccl=False) is None
+    assert interface_problem(env, uses_nccl=True) == (None if is_right else message)
+    assert variable == "GLOO" or interface_problem(env, uses_nccl=False) is None

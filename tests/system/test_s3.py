@@ -89,9 +89,9 @@ def test_small_objects_and_files(store, tmp_path):
         store.write("a/state.json", content)
     store.write("a/empty", b"")
     assert store.read("a/state.json") == b"two"
-    assert store.read("a/state.json", limit=3) == b"two"
+    assert store.read("a/state.json", max_bytes=3) == b"two"
     assert store.read("a/empty") == b""
-    assert "has 3 bytes, but at most 2" in refused(store.read, "a/state.json", limit=2)
+    assert "has 3 bytes, but at most 2" in refused(store.read, "a/state.json", max_bytes=2)
     store.delete(["a/state.json", "a/never was"])
     assert store.list() == ["a/empty"]
     for size in (0, 1000):
@@ -410,7 +410,7 @@ def test_a_forked_process_makes_its_own_client(store):
         "import os, sys; from onecurve.system.s3 import ObjectStore; store = ObjectStore(sys.argv[1])\n"
         "store.write('a', b'content'); child = os.fork()\n"
         "for _ in range(20): assert store.read('a') == b'content'\n"
-        "assert len(store._clients) == (1 if child else 2)\n"
+        "assert len(store._client_by_pid) == (1 if child else 2)\n"
         "if child: assert os.waitpid(child, 0)[1] == 0"
     )
     subprocess.run([sys.executable, "-c", code, store.url], cwd=ROOT, check=True, timeout=60)

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from onecurve.system.gpus import Devices, driver_problem, runs_on
+from onecurve.system.gpus import GpuInventory, driver_problem, runs_on
 from onecurve.system.text import plural
 from tools.launch.hosts import Connection, Host, master_address, start_module_on
 
@@ -345,7 +345,7 @@ def check_hosts(hosts: list[Host], facts_by_host: FactsByHost) -> Iterator[Findi
 
 
 def _find_driver_problem(host_facts: dict[str, Any]) -> str | None:
-    return driver_problem(Devices(**host_facts["devices"]), host_facts["torch_cuda"])
+    return driver_problem(GpuInventory(**host_facts["devices"]), host_facts["torch_cuda"])
 
 
 def _check_gpu(host_name: str, gpu_index: int, gpu: dict[str, Any]) -> Iterator[Finding]:

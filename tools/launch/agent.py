@@ -95,7 +95,7 @@ def _run_job(start_request: dict[str, Any], event_reader: EventReader, request_q
 
 def _send_new_events(event_reader: EventReader, reported_statuses: set[int]) -> None:
     """Send new events to launch.py, and add the processes' reported exit statuses to the set."""
-    for event in event_reader.new():
+    for event in event_reader.read_new_events():
         if event["event"] == "exit":
             reported_statuses.add(event["status"])
         else:

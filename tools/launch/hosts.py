@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from onecurve.system.paths import ROOT
-from onecurve.system.processes import own_addresses
+from onecurve.system.processes import host_addresses
 
 HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # valid host name
 
@@ -282,5 +282,5 @@ def is_this_host(host_name: str) -> bool:
     except OSError:
         return False
     resolved_addresses = {str(address) for address, *_port in socket_addresses}
-    local_addresses = own_addresses()
+    local_addresses = host_addresses()
     return any(address in local_addresses or address.startswith("127.") for address in resolved_addresses)

@@ -7,9 +7,9 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
-from onecurve.flags.fields import declared_values, without_removed
+from onecurve.flags.fields import declared_values, without_removed_flags
 from onecurve.run.schemas import SearchResult, value_types
-from onecurve.system.files import read_json, typed_values
+from onecurve.system.files import read_json, split_by_type
 from onecurve.system.paths import public_path
 from onecurve.system.text import plural
 from tools.logbook import seeds
@@ -99,14 +99,14 @@ class Comparison:
 def read_search(result_file: Path) -> dict[str, Any]:
     """Read a result file of find_batch_size.py. Raise ValueError for any other file."""
     try:
-        search, wrong_keys = typed_values(read_json(result_file), value_types(SearchResult))
+        search, wrong_keys = split_by_type(read_json(result_file), value_types(SearchResult))
     except OSError as error:
         raise ValueError(f"{result_file} can't be read: {error.strerror}") from None
     needed_keys = ("script", "strategy", "processes", "recipe", "trials")
     missing_keys = [key for key in needed_keys if key not in search and key not in wrong_keys]
     if keys := ", ".join([*wrong_keys, *missing_keys]):
         raise ValueError(f"{result_file} is not a {SEARCH_RESULT_NAME}. Missing or wrong keys: {keys}")
-    return search | {"recipe": without_removed(search["recipe"])}
+    return search | {"recipe": without_removed_flags(search["recipe"])}
 
 
 # --- Comparing

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from onecurve.run.plots import Panel, curves_panel, draw_confusion, draw_panels
-from onecurve.system.files import discard, own_files
+from onecurve.system.files import discard, files_inside
 from onecurve.system.text import plural
 from tools.logbook.comparison import Comparison
 from tools.logbook.run_record import RunRecord, read_png_as_rgb
@@ -29,7 +29,7 @@ def draw_run(run: RunRecord, folder: Path) -> list[str]:
         if {"confusion", "mistakes"} & report.keys():
             split = f", {report['split']} split" if "split" in report else ""
             draw_confusion(scratch / f"confusion_{name}.png", report, title + split)
-        for worst_images in own_files(run.folder, f"validation/{escape(name)}/worst.png"):
+        for worst_images in files_inside(run.folder, f"validation/{escape(name)}/worst.png"):
             try:
                 read_png_as_rgb(worst_images).save(scratch / f"worst_{name}.png")
             except ValueError as error:

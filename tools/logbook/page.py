@@ -8,7 +8,7 @@ from typing import Any
 from onecurve.flags.fields import declared_values
 from onecurve.flags.recipe import METRICS
 from onecurve.run.schemas import RecipeFile, ReplayRecord, Report, Result, value_types
-from onecurve.system.files import own_files
+from onecurve.system.files import files_inside
 from onecurve.system.paths import public_path
 from onecurve.system.text import some_of
 from tools.logbook import history
@@ -162,7 +162,7 @@ def _verifications_with_changes(run: RunRecord) -> list[dict[str, Any]]:
 
 def _nvidia_smi_dumps(run: RunRecord) -> Iterator[tuple[str, str, bool]]:
     """Yield each host's name, the beginning of its `nvidia-smi -q` output, and True if the output was cut."""
-    for file in own_files(run.folder, "nvidia-smi-*.txt"):
+    for file in files_inside(run.folder, "nvidia-smi-*.txt"):
         with open(file, errors="replace") as dump_file:
             dump = dump_file.read(MAX_DUMP_CHARACTERS + 1)
         host, is_cut = file.stem.removeprefix("nvidia-smi-"), len(dump) > MAX_DUMP_CHARACTERS

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from onecurve.flags.fields import declared_values, without_removed
+from onecurve.flags.fields import declared_values, without_removed_flags
 from onecurve.flags.recipe import METRICS, parse_fold, score
 from onecurve.run.schemas import (
     Confusion,
@@ -35,7 +35,7 @@ from onecurve.run.starts import (
     kept_starts,
     starts_in_order,
 )
-from onecurve.system.files import ValueType, parse_json, read_own_file, sha256_of, typed_values
+from onecurve.system.files import ValueType, parse_json, read_file_inside, sha256_of, split_by_type
 from onecurve.system.paths import public_path
 from onecurve.system.text import plural
 
@@ -113,7 +113,7 @@ class RunRecord:
         self.folder = folder
         self.problems: list[str] = []
         self.settings = self._read_json("recipe.json")
-        self.recipe = without_removed(self.settings.get("recipe", {}))
+        self.recipe = without_removed_flags(self.settings.get("recipe", {}))
         self.metrics = self._read_lines("metrics.jsonl", {"step", "epoch", "wall_s"})
         self.evaluations = [line for line in self.metrics if "val/loss" in line]
         self.telemetry = {
@@ -212,7 +212,7 @@ class RunRecord:
         Args:
             best_reset_step: First step whose evaluation may be the best evaluation.
         """
-        settings, (recipe, _) = self.settings, typed_values(self.recipe, VALUE_TYPES_BY_FILE["result.json"])
+        settings, (recipe, _) = self.settings, split_by_type(self.recipe, VALUE_TYPES_BY_FILE["result.json"])
         devices, hosts = settings.get("devices", []), settings.get("hosts", [])
         best_by = recipe.get("best_by", "accuracy")
         comparable_lines = [line for line in self.evaluations if line["step"] >= best_reset_step]
@@ -369,7 +369,7 @@ class RunRecord:
 
     def _read_file(self, file_name: str) -> bytes | None:
         try:
-            return read_own_file(self.folder, file_name, MAX_FILE_BYTES)
+            return read_file_inside(self.folder, file_name, MAX_FILE_BYTES)
         except FileNotFoundError:
             self.problems.append(f"{file_name} is missing")
         except OSError as error:
@@ -382,7 +382,7 @@ class RunRecord:
             return {}
         try:
             json_content = parse_json(content, self.folder / file_name)
-            values, wrong_keys = typed_values(json_content, VALUE_TYPES_BY_FILE[Path(file_name).name])
+            values, wrong_keys = split_by_type(json_content, VALUE_TYPES_BY_FILE[Path(file_name).name])
         except ValueError as error:
             self.problems.append(str(error).removeprefix(f"{self.folder}/"))
             return {}
@@ -410,7 +410,7 @@ class RunRecord:
         for raw_line in raw_lines:
             try:
                 json_line = parse_json(raw_line, file_name)
-                values, wrong_keys = typed_values(json_line, VALUE_TYPES_BY_FILE[schema])
+                values, wrong_keys = split_by_type(json_line, VALUE_TYPES_BY_FILE[schema])
             except ValueError:
                 values, wrong_keys = {}, [raw_line]
             has_needed_keys = needed <= values.keys()
@@ -513,7 +513,7 @@ def resets_best_result(start_line: dict[str, Any]) -> bool:
 def add_derived_values(start_line: dict[str, Any]) -> dict[str, Any]:
     """Return a line of starts.jsonl with additional values that result.json derives from the line."""
     flag_names = ("data", "batch_size", "epochs", "seed", "deterministic")
-    recipe, _ = typed_values(start_line.get("recipe", {}), VALUE_TYPES_BY_FILE["result.json"])
+    recipe, _ = split_by_type(start_line.get("recipe", {}), VALUE_TYPES_BY_FILE["result.json"])
     derived_values = {name: recipe[name] for name in flag_names if name in recipe}
     if devices := start_line.get("devices"):
         derived_values |= {"processes": len(devices), "device": devices[0]}

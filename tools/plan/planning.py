@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from onecurve.data.shards import MANIFEST, parse_manifest
 from onecurve.flags.recipe import parse_fold, share_out
-from onecurve.models.script import load_script, recipe_of, training_images
+from onecurve.models.script import count_training_images, load_script, recipe_of
 from onecurve.system.paths import ROOT
 from onecurve.system.processes import allowed_cores
 from onecurve.telemetry.flops import Device, find_device, known_devices
@@ -121,7 +121,7 @@ def _count_training_images(data_location: str, holdout: float | str | None) -> i
     if manifest.is_file():
         shards = parse_manifest(manifest.read_bytes(), data_location).splits["train"].shards
         image_count = sum(shard.images for shard in shards)
-    elif not (image_count := training_images(data_location) or 0):
+    elif not (image_count := count_training_images(data_location) or 0):
         return None
     if isinstance(holdout, str):
         _fold_index, fold_count = parse_fold(holdout)

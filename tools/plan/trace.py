@@ -37,7 +37,7 @@ from onecurve.distributed.job_accelerator import JobAccelerator
 from onecurve.distributed.layout import layout_of, to_local
 from onecurve.distributed.strategy import precision, strategy
 from onecurve.flags.recipe import Batch, ImageRecipe, without_training_flags
-from onecurve.models.script import CLASS_COUNT, load_script, recipe_of
+from onecurve.models.script import ASSUMED_CLASS_COUNT, load_script, recipe_of
 from onecurve.numerics.order import reseed
 from onecurve.telemetry.flops import Device, find_device
 from onecurve.upstream import torch_fakes
@@ -141,7 +141,7 @@ class TracedTraining:
         self.accelerator.short_attention = uses_attention_kernel
         torch.manual_seed(recipe.seed)
         with torch.device("meta"):
-            self.model = self.script_module.build_model(recipe, CLASS_COUNT)
+            self.model = self.script_module.build_model(recipe, ASSUMED_CLASS_COUNT)
 
     def wrap(self) -> None:
         """Build the optimizer, and wrap model and optimizer with the engine."""

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from onecurve.checkpoint.format import step_from_name, step_name, steps_in, verify
-from onecurve.flags.fields import flags_where, without_removed
+from onecurve.flags.fields import flags_where, without_removed_flags
 from onecurve.flags.recipe import METRICS
 from onecurve.models.preprocessing import CROP_FLAGS, LEGACY
-from onecurve.models.script import load_script, own_script, recipe_class
+from onecurve.models.script import load_script, project_script, recipe_class
 from onecurve.run.schemas import ReplayRecord
 from onecurve.system.files import read_yaml, write_json
 from onecurve.system.paths import ROOT, shortest
@@ -80,7 +80,7 @@ class Verification:
         if status != "finished":
             remedy = "Repeat the training command to finish the run."
             raise ValueError(f"{flags.run} is not finished ({status}). {remedy}")
-        self.script = flags.script or own_script(settings.get("script"))
+        self.script = flags.script or project_script(settings.get("script"))
         self.recipe_type = recipe_class(load_script(self.script))
         self.recipe, self.steps_per_epoch = record.recipe, replay.recorded_steps_per_epoch(record)
         if not self.recipe:
@@ -256,7 +256,7 @@ class Verification:
         except ValueError as error:
             yield f"the checkpoint of step {step:,}: {error}"
             return
-        trained_recipe = without_removed(manifest.get("recipe", {}))
+        trained_recipe = without_removed_flags(manifest.get("recipe", {}))
         recipe = self._range_with_step(step).record.recipe
         changed_flags = [flag for flag in trained_recipe if trained_recipe[flag] != recipe.get(flag)]
         changes = [f"{flag} {trained_recipe[flag]}, not {recipe.get(flag)}" for flag in changed_flags]
