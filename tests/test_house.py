@@ -16,7 +16,7 @@ from tests.conftest import BIN, ROOT, Job, full, python
 # Maximum number of statements in each layer, set to 10% above the count at that time. A commit that needs
 # more should state the reason. The layer "" contains the top-level commands except the train scripts,
 # because anyone may add a train script.
-BUDGETS = {"onecurve/": 13_200, "tools/": 5_700, "": 1_250, "tests/": 20_400, "benchmarks/": 2_200}
+BUDGETS = {"onecurve/": 14_400, "tools/": 6_200, "": 1_250, "tests/": 20_400, "benchmarks/": 2_200}
 MAX_LINES = 600  # Maximum number of lines in a file outside of tests/ and benchmarks/
 SHARED_FLAGS = 44  # Number of flags that all image scripts share
 
