@@ -17,9 +17,9 @@ from onecurve.system.text import printable
 CONFIG_FILE = "config.json"
 # Image preprocessing keys in timm's config.json
 PREPROCESSING_KEYS = ("input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std")
-EDGE_LENGTH_ARGUMENTS = {"img_size", "patch_size"}  # model arguments in pixels
+EDGE_LENGTH_ARGUMENTS = ("img_size", "patch_size")  # model arguments in pixels
 # Model arguments set by train_vit.py's flags, or not needed for evaluation
-KNOWN_MODEL_ARGUMENTS = EDGE_LENGTH_ARGUMENTS | {"in_chans", "num_classes", "global_pool", "depth"}
+KNOWN_MODEL_ARGUMENTS = {*EDGE_LENGTH_ARGUMENTS, "in_chans", "num_classes", "global_pool", "depth"}
 KNOWN_MODEL_ARGUMENTS |= {"drop_rate", "drop_path_rate"}
 
 
@@ -87,7 +87,7 @@ def _parse_config(model_config: dict[str, Any], pretrained_config: dict[str, Any
         key: pretrained_config[key] for key in PREPROCESSING_KEYS if pretrained_config.get(key) is not None
     }
     model_arguments = dict(model_config.get("model_args") or {})
-    for edge_argument in EDGE_LENGTH_ARGUMENTS & model_arguments.keys():
+    for edge_argument in filter(model_arguments.__contains__, EDGE_LENGTH_ARGUMENTS):
         model_arguments[edge_argument] = _edge_length(model_arguments[edge_argument])
     if edge_pixels := model_arguments.get("img_size"):
         preprocessing_settings["input_size"] = (3, edge_pixels, edge_pixels)

@@ -472,8 +472,8 @@ def model_with_weights(
     stored_class_count = _stored_class_count(tensor_file, heads)
     prefix = tensor_file.wrapper_prefix()
     tensors = {key.removeprefix(prefix): tensor_file.read_tensor(key) for key in tensor_file.shapes()}
-    timm_overlay = {"state_dict": tensors, "num_classes": stored_class_count} | preprocessing
-    timm_overlay |= {"custom_load": False, "label_offset": 0}
+    timm_overlay = {"state_dict": tensors, "num_classes": stored_class_count}
+    timm_overlay |= {"custom_load": False, "label_offset": 0} | preprocessing
     options |= {"pretrained_cfg_overlay": timm_overlay, "num_classes": stored_class_count}
     try:
         model: Any = timm.create_model(name, pretrained=True, **options)

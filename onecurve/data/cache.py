@@ -202,7 +202,7 @@ def _write_data_folder(data_folder: Path, source: Source, source_id: str, heartb
         is_test_stored = (temp_folder / "test_labels.npy").exists()
         if source.test_name == "test" and source.holdout is None and not is_test_stored:
             data_warnings.append("the test split is left out, because all of its labels are -1 or null")
-        if (temp_folder / "train_items.bin").exists():  # the images are encoded
+        if (temp_folder / f"train_{ITEM_FILE_ENDINGS[0]}").exists():  # the images are encoded
             part_splits = [split for split in ALL_SPLITS if (temp_folder / f"{split}_labels.npy").exists()]
             encoded_splits = {split: CachedImages(temp_folder, split) for split in part_splits}
             searched_parts: list[EncodedImages] = list(encoded_splits.values())

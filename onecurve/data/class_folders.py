@@ -114,9 +114,9 @@ def list_splits(data_folder: Path, ignored_files: IgnoredFiles) -> ListedSplits:
     if not folder_by_split or _is_class_folder(data_folder, folder_by_split):
         return {"train": ""}, {"train": _list_without_splits(data_folder, ignored_files)}
     if "train" not in folder_by_split:
-        split_name = next(iter(folder_by_split.values()))
+        folder_name = next(iter(folder_by_split.values()))
         raise ValueError(
-            f"--data {data_folder} contains {split_name}/ but no train/. A folder named {split_name}"
+            f"--data {data_folder} contains {folder_name}/ but no train/. A folder named {folder_name}"
             f" is treated as a split. Rename the folder if it is a class{_layout_advice(data_folder)}"
         )
     images_by_split = {}
@@ -130,29 +130,29 @@ def list_splits(data_folder: Path, ignored_files: IgnoredFiles) -> ListedSplits:
             for image_path in image_paths:
                 ignored_files.add(OUTSIDE_CLASSES, str(test_folder / class_name / image_path))
     for split, images_by_class in images_by_split.items():
-        split_name = folder_by_split[split]
-        split_folder = data_folder / split_name
+        folder_name = folder_by_split[split]
+        split_folder = data_folder / folder_name
         if not images_by_class:
             raise ValueError(
-                f"{split_folder} contains no class folders. A folder named {split_name} is treated as a split"
-                " and needs a separate folder for each class."
+                f"{split_folder} contains no class folders. A folder named {folder_name} is treated as a"
+                " split and needs a separate folder for each class."
                 f" Rename the folder if it is a class{_layout_advice(data_folder)}"
             )
-        images_by_split[split] = drop_empty_classes(split_name, images_by_class, ignored_files)
+        images_by_split[split] = drop_empty_classes(folder_name, images_by_class, ignored_files)
         if not images_by_split[split]:
             extensions = " ".join(IMAGE_EXTENSIONS)
             raise ValueError(f"the class folders in {split_folder} contain no images ({extensions})")
         train_classes = images_by_split["train"].keys()
-        refuse_unknown_classes(f"--data {data_folder}", split_name, images_by_split[split], train_classes)
+        refuse_unknown_classes(f"--data {data_folder}", folder_name, images_by_split[split], train_classes)
     return folder_by_split, images_by_split
 
 
 def drop_empty_classes(
-    split: str, images_by_class: ImagesByClass, ignored_files: IgnoredFiles
+    folder_name: str, images_by_class: ImagesByClass, ignored_files: IgnoredFiles
 ) -> ImagesByClass:
     """Return the classes that contain images, and add the folders of empty classes to ignored_files."""
     empty_classes = [name for name, image_paths in images_by_class.items() if not image_paths]
-    ignored_files.empty_folders += [os.path.join(split, class_name, "") for class_name in empty_classes]
+    ignored_files.empty_folders += [os.path.join(folder_name, class_name, "") for class_name in empty_classes]
     return {class_name: image_paths for class_name, image_paths in images_by_class.items() if image_paths}
 
 
@@ -199,8 +199,8 @@ def _folders_with_images(data_folder: Path) -> list[str]:
 
 def folders_beside_splits(data_folder: Path) -> list[str]:
     """Return the names of folders that contain images but are not split folders."""
-    split_names = split_folders(data_folder).values()
-    return [name for name in _folders_with_images(data_folder) if name not in split_names]
+    split_folder_names = split_folders(data_folder).values()
+    return [name for name in _folders_with_images(data_folder) if name not in split_folder_names]
 
 
 def used_splits(available_splits: Iterable[str]) -> dict[str, str]:

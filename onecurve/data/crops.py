@@ -80,7 +80,7 @@ def evaluation_crop(image: np.ndarray, crop_size: int, crop: Crop = IMAGENET_CRO
         scaled_height, scaled_width = scaled_side, scaled_side
         image = _skip_extra_pixels(image)
     else:
-        longer_side = max(image.shape)
+        longer_side = max(image.shape[:2])
         scaled_height, scaled_width = (
             max(1, round(side * scaled_side / longer_side)) for side in image.shape[:2]
         )
@@ -88,12 +88,12 @@ def evaluation_crop(image: np.ndarray, crop_size: int, crop: Crop = IMAGENET_CRO
     resize = _resize_by_torch if crop.interpolation == LEGACY else _resize_by_pil
     scaled_image = resize(image, scaled_height, scaled_width, crop.filter)
     if crop.crop_mode == "border":
-        scaled_image = _pad_to_square(scaled_image, crop_size, crop.fill)
+        scaled_image = _pad_to_min_side(scaled_image, crop_size, crop.fill)
     top, left = (round((side - crop_size) / 2) for side in scaled_image.shape[:2])
     return scaled_image[top : top + crop_size, left : left + crop_size]
 
 
-def _pad_to_square(image: np.ndarray, min_side: int, fill_colour: tuple[int, ...]) -> np.ndarray:
+def _pad_to_min_side(image: np.ndarray, min_side: int, fill_colour: tuple[int, ...]) -> np.ndarray:
     """Add a border to an image so that both sides are at least `min_side` pixels long."""
     height, width = image.shape[:2]
     top, left = (max(0, min_side - side) // 2 for side in (height, width))

@@ -233,9 +233,8 @@ def _decode_by_pil(content: bytes) -> np.ndarray:
         if has_16_bits:  # because convert("RGB") would clip values above 255 to white
             grey_16_bit = np.asarray(image)
             is_transparent = grey_16_bit == image.info.get("transparency", -1)
-            grey_8_bit = np.where(is_transparent, 255, grey_16_bit // 257).astype(
-                np.uint8
-            )  # 255 * 257 = 65,535
+            # 255 * 257 = 65,535
+            grey_8_bit = np.where(is_transparent, 255, grey_16_bit // 257).astype(np.uint8)
             return np.repeat(grey_8_bit[:, :, None], 3, axis=2)
         if image.mode in ("I", "F"):
             raise ValueError(

@@ -195,6 +195,8 @@ def _load_split_parts(folder: Path) -> list[SplitPart]:
         for split in ALL_SPLITS
         if (folder / f"{split}_labels.npy").exists()
     ]
+    if not stored_splits:
+        raise ValueError("it contains no labels")
     if not part_ids_path(folder, "train").exists():
         return stored_splits
     train_split, *other_splits = stored_splits
@@ -270,6 +272,7 @@ def label_warnings(
         )
     for split_name, labels in evaluated_labels.items():
         class_counts = np.bincount(labels, minlength=len(class_names))
-        if absent_classes := [class_names[label] for label in np.flatnonzero(class_counts == 0).tolist()]:
+        counted_classes = zip(class_names, class_counts, strict=True)
+        if absent_classes := [class_name for class_name, count in counted_classes if not count]:
             messages.append(f"the {split_name} split contains no images of {some_of(absent_classes)}")
     return messages

@@ -35,7 +35,7 @@ MAX_CONCURRENT_DOWNLOADS = 2  # per process, because each download uses separate
 DOWNLOAD_ATTEMPTS = 2  # a shard is downloaded again if its SHA-256 does not match
 MAX_OTHER_OPEN_FILES = 1024  # number of files that may be open in addition to lock files
 MAX_PREFETCHED_BATCHES = 1000  # maximum number of micro-batches that are prefetched
-LOCK_POLL_S = 0.1  # seconds between attempts to acquire a lock held by another process
+POLL_S = 0.1  # seconds between attempts to acquire a lock or free space
 STOP_CHECK_S = 0.5  # seconds between checks for a stop signal while waiting for a shard
 WAIT_MESSAGE_DELAY_S = 10  # seconds to wait for shards before showing a message
 FREE_SPACE_TIMEOUT_S = 120  # seconds to wait for free space before raising an error
@@ -127,7 +127,7 @@ class ShardCache:
 
     def _wait_for_lock(self, lock_fd: int, lock_operation: int, stop_event: threading.Event) -> None:
         while not try_lock(lock_fd, lock_operation):
-            if stop_event.wait(LOCK_POLL_S):
+            if stop_event.wait(POLL_S):
                 raise _ReaderStopped
 
     @contextmanager
@@ -175,7 +175,7 @@ class ShardCache:
                     f" because all {self.limit_bytes / 2**30:g} GiB of --cache_gib are in use."
                     " Increase --cache_gib, or use a separate --cache_dir for each job"
                 )
-            if stop_event.wait(LOCK_POLL_S):
+            if stop_event.wait(POLL_S):
                 raise _ReaderStopped
 
     def _remove_shards_until(self, remaining_limit_bytes: int, excluded_key: str) -> bool:

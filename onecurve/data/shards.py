@@ -41,10 +41,7 @@ SHA256_PATTERN = re.compile("[0-9a-f]{64}")
 TAR_HEADER_BYTES = 512  # size of a tar member header
 LABEL_COLUMN = 3  # index column that contains the labels
 MAX_ESCAPED_LENGTH = 80  # maximum number of characters of an invalid value shown in a message
-MANIFEST_LIMIT_BYTES, INDEX_LIMIT_BYTES = (
-    2**28,
-    2**34,
-)  # maximum sizes of the manifest and of an index in bytes
+MANIFEST_LIMIT_BYTES, INDEX_LIMIT_BYTES = 2**28, 2**34  # maximum file sizes
 UNFINISHED_ADVICE = (
     "The preparation is not complete."
     " Run the same prep_imagenet.py command again to continue the preparation."

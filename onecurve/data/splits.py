@@ -149,7 +149,9 @@ class ArraySplit(Shuffled):
         self.images, self.labels = images, part.labels
         # Rows of `images` that belong to the split; None means all rows
         self.image_rows = None if part.ids_file is None else np.load(part.ids_file)
-        self._images_by_device: dict[torch.device, Tensor | None] = {}  # None if the images do not fit
+        self._images_by_device: dict[
+            torch.device, Tensor | None
+        ] = {}  # None if the device holds no copy of the images
 
     def names(self) -> NameLookup:
         return self.part.names()
@@ -204,14 +206,14 @@ class ArraySplit(Shuffled):
         for epoch, epoch_items in groupby(plan, itemgetter(0)):
             while id_batches := [ids for _, ids in islice(epoch_items, BATCHES_SENT_AHEAD)]:
                 all_ids, batch_sizes = np.concatenate(id_batches), [len(ids) for ids in id_batches]
-                image_rows = all_ids
+                source_rows = all_ids
                 if resident_images is None:  # each micro-batch is read into a separate array
-                    image_rows = np.concatenate([np.arange(batch_size) for batch_size in batch_sizes])
+                    source_rows = np.concatenate([np.arange(batch_size) for batch_size in batch_sizes])
                 drawn_moves = list[np.ndarray]()
                 if train:
                     draws = uniforms(seed, epoch, all_ids, FLIP.stop)
                     drawn_moves = list(random_moves(draws, max_shift, self.mirror))
-                labels_rows_and_moves = np.stack([self.labels[all_ids], image_rows, *drawn_moves])
+                labels_rows_and_moves = np.stack([self.labels[all_ids], source_rows, *drawn_moves])
                 sent_values = send(torch.from_numpy(labels_rows_and_moves), device)
                 sent_labels, sent_rows, sent_moves = sent_values[0], sent_values[1], sent_values[2:]
                 pixel_indices: tuple[Tensor, ...] = (sent_rows,)

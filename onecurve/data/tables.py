@@ -179,9 +179,8 @@ def load_from_hub(data: str, beat: Heartbeat) -> dict[str, Any]:
     hub_problems = list[str]()
 
     def load_data_set():
-        hub_problems.append(
-            check_hub_or_go_offline()
-        )  # may enable the offline mode, which `datasets` checks on import
+        # may enable the offline mode, which `datasets` checks on import
+        hub_problems.append(check_hub_or_go_offline())
         import datasets
 
         return datasets.load_dataset(repository_name, config_name)

@@ -108,7 +108,7 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[JobAccelerator, Batch]:
     compilation, config_remarks = _set_environment(job, launch_settings)
     accelerator = _join_group(job, launch_settings, clip_norm, compilation)
     _agree_on_start(job, launch_settings, accelerator, config_remarks)
-    watch.watch_ranks(accelerator)
+    watch.ready(accelerator)
     return accelerator, launch_settings.batch
 
 

@@ -128,7 +128,7 @@ class Poll:
             gloo_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
             assert isinstance(gloo_group, dist.ProcessGroup)
             self.group = gloo_group
-        self.own_values = torch.zeros(0, dtype=torch.int32)
+        self.exchanged_values = torch.zeros(0, dtype=torch.int32)
         self.exchange: dist.Work | None = None
 
     def __call__(self, *values: int) -> list[int]:
@@ -140,8 +140,10 @@ class Poll:
         if self.group is None:
             return list(values)
         previous_maxima = self.finish()
-        self.own_values = torch.tensor(values, dtype=torch.int32)
-        self.exchange = dist.all_reduce(self.own_values, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self.exchanged_values = torch.tensor(values, dtype=torch.int32)
+        self.exchange = dist.all_reduce(
+            self.exchanged_values, dist.ReduceOp.MAX, group=self.group, async_op=True
+        )
         return previous_maxima
 
     def finish(self) -> list[int]:
@@ -150,7 +152,7 @@ class Poll:
             return []
         self.exchange.wait()
         self.exchange = None
-        return self.own_values.tolist()
+        return self.exchanged_values.tolist()
 
     def gather(self, value: Any) -> list[Any]:
         """Return all processes' values in rank order. This method is collective.

@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from onecurve.distributed.channel import Channel
 
 Evidence = dict[str, Any]  # one rank's report, created by rank_evidence()
-RECORDER_SIZE = (
-    256  # number of collectives that torch records; reading the default of 2,000 takes 35 ms or more
-)
+# Number of collectives that torch records. Reading the default of 2,000 takes 35 ms or more
+RECORDER_SIZE = 256
 # Operation name and group name of a graph replay in the evidence
 REPLAY_OPERATION, REPLAY_GROUP = "replay", "graph"
 TABLE_COLUMNS = ("rank", "host", "phase", "step", "where", "last collective", "last heartbeat")
@@ -142,7 +141,7 @@ def hang_table(reports: Sequence[Evidence]) -> list[str]:
 
     Args:
         reports: Evidence from the ranks that answered. Ranks without a report are silent. At least one report
-            contains `host_by_rank`, which lists each rank's host.
+            contains `hosts`, which lists each rank's host.
     """
     evidence_by_rank = {evidence["rank"]: evidence for evidence in reports}
     host_by_rank = max((evidence.get("hosts", []) for evidence in reports), key=len)
@@ -231,9 +230,9 @@ class HangReport:
     """Exchange of evidence about a hanging job with the other ranks, through the store.
 
     Args:
-        job: Unique job name, which changes after a restart.
+        job_name: Unique job name, which changes after a restart.
         rank: This process's rank.
-        hosts: Host of each rank.
+        host_by_rank: Host of each rank.
         channel: Channel used only by publish_report(), in a separate thread.
     """
 
@@ -301,9 +300,9 @@ class HangReport:
         """
         with self._evidence_lock:
             if self._evidence is None:
-                self._evidence = rank_evidence(self._rank, self._host_by_rank)
-                stack_text = stack_traces()
-                report_event("hang", **self._evidence, stacks=stack_text)
+                evidence, stack_text = rank_evidence(self._rank, self._host_by_rank), stack_traces()
+                self._evidence = evidence
+                report_event("hang", **evidence, stacks=stack_text)
                 if EVENTS_FILE_VARIABLE not in os.environ:
                     with contextlib.suppress(OSError):
                         self._stacks_folder.mkdir(mode=0o700, exist_ok=True)

@@ -215,8 +215,8 @@ def _unsupported_keys(section: dict[str, Any], section_name: str) -> Iterator[st
     for key, setting in section.items():
         is_disabled_section = isinstance(setting, dict) and setting.get("enabled") is False
         is_disabled = setting in (None, False) or is_disabled_section
-        is_left_to_script = not section_name and key in SCRIPT_SECTIONS and _is_all_auto(setting)
-        if key in known_keys or is_disabled or is_left_to_script:
+        is_script_section = not section_name and key in SCRIPT_SECTIONS
+        if key in known_keys or is_disabled or (is_script_section and _is_all_auto(setting)):
             continue
         advice = did_you_mean(key, known_keys) or advice_by_key.get(key, "remove it")
         yield f"{section_name}.{key} ({advice})" if section_name else f"{key} ({advice})"

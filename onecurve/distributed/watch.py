@@ -69,7 +69,7 @@ class Preempted(Exception):
 class Watch:
     """Watchdog for this process. A separate thread terminates the process if the main thread can't.
 
-    The main thread calls watch_ranks() once signals may wait for the current step to end, wanted() after each
+    The main thread calls ready() once signals may wait for the current step to end, wanted() after each
     step, and agreed() when all processes stop.
     """
 
@@ -79,9 +79,9 @@ class Watch:
         self._waits_for_step = False
         self._is_signalled = False
         self._is_stop_agreed = False
-        self._step_ended_at = 0.0  # time.monotonic() of the last check for a signal
+        self._signal_checked_at = 0.0  # time.monotonic() of the last check for a signal
         self._stop_reason = ""  # name of the detected signal, or LAUNCHER_ENDED
-        self._other_ranks: _OtherRanks | None = None  # set by watch_ranks() if the job has several processes
+        self._other_ranks: _OtherRanks | None = None  # set by ready() if the job has several processes
         self._close_run: CloseRun = lambda _: None
         self._has_reported_failure = False
 
@@ -113,7 +113,7 @@ class Watch:
         thread_arguments = (wakeup_read_fd, launcher_processes)
         threading.Thread(target=self._watch_signals, args=thread_arguments, daemon=True).start()
 
-    def watch_ranks(self, accelerator: Accelerator) -> None:
+    def ready(self, accelerator: Accelerator) -> None:
         """From now on, let signals wait for the current step to end, and watch other ranks.
 
         This method is collective.
@@ -125,7 +125,7 @@ class Watch:
 
     def wanted(self) -> bool:
         """Return True if the process must stop. Each call also records that a step has ended."""
-        self._step_ended_at = time.monotonic()
+        self._signal_checked_at = time.monotonic()
         return self._is_signalled or bool(self._stop_reason)
 
     def agreed(self) -> str:
@@ -200,7 +200,7 @@ class Watch:
                 os._exit(PREEMPTED_STATUS)
             now_s = time.monotonic()
             stop_detected_at = stop_detected_at or now_s
-            waiting_s = now_s - max(stop_detected_at, self._step_ended_at)
+            waiting_s = now_s - max(stop_detected_at, self._signal_checked_at)
             if not self._is_stop_agreed and waiting_s > self._timeout_s:
                 self._end_stuck()
 

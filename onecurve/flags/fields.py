@@ -68,10 +68,11 @@ class FlagFacts:
     training_only: bool = False  # A trained model can be built and used with the flag switched off
     drawn_on_device: bool = False  # The flag uses random numbers that differ between device types
     changes_memory: bool = True  # The flag may affect the memory use of a training step
-    # The flag affects logged values or changes the weights bitwise
-    replayed: bool = False  # verify.py replays a run with the recorded value of the flag
-    # The names include a flag with position 0 only if two names would otherwise be identical
-    in_names: int = 0  # Position of the flag in a comparison's run names
+    # verify.py replays a run with the recorded value, because the flag affects logged values or weights
+    replayed: bool = False
+    # Position of the flag in a comparison's run names. Names include a flag with position 0 only if two names
+    # would otherwise be identical
+    in_names: int = 0
     metavar: str = ""  # Placeholder in --help, derived from the flag's type and name if empty
 
 
@@ -509,8 +510,8 @@ def read_config(config_path: Path, fields: tuple[dataclasses.Field, ...]) -> dic
         if flag_name not in field_by_name:
             suggestion = did_you_mean(flag_name, field_by_name)
             advice = f", {suggestion}" if suggestion else ""
-            quoted_key = shortened(str(config_key))
-            raise ValueError(f"--config {config_path} contains the unknown key {quoted_key}{advice}")
+            shown_key = shortened(str(config_key))
+            raise ValueError(f"--config {config_path} contains the unknown key {shown_key}{advice}")
         field = field_by_name[flag_name]
         if (first_key := first_key_by_flag.setdefault(field.name, config_key)) != config_key:
             raise ValueError(f"--config {config_path}: {two_names_message(first_key, config_key)}")

@@ -55,8 +55,8 @@ class Attention:
         batch_size, token_count, _ = x.shape
         qkv = self.qkv(x).reshape(batch_size, token_count, 3, self.num_heads, -1)
         is_masked = attn_mask is not None or is_causal
-        is_short = token_count <= self.kernel_tokens
-        if self.training and is_short and not is_masked and qkv.dtype in HALF_DTYPES:
+        uses_kernel = self.training and token_count <= self.kernel_tokens and not is_masked
+        if uses_kernel and qkv.dtype in HALF_DTYPES:
             x = _kernel_attention(qkv)
         else:
             q, k, v = (tensor.transpose(1, 2) for tensor in qkv.unbind(2))  # [B, heads, N, C / heads]
@@ -81,8 +81,7 @@ class Attention:
         has_suitable_head = head_size <= MAX_KERNEL_HEAD_SIZE and head_size % 8 == 0
         has_suitable_length = 0 < self.tokens <= MAX_KERNEL_TOKENS
         has_qk_norm = not (isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity))
-        has_dropout = self.attn_drop.p > 0
-        return has_suitable_length and has_suitable_head and not has_qk_norm and not has_dropout
+        return has_suitable_length and has_suitable_head and not has_qk_norm and self.attn_drop.p == 0
 
 
 def has_kernel(device: torch.device, mixed_precision: str) -> bool:

@@ -141,14 +141,14 @@ def block_classes(model: Any) -> tuple[str, ...]:
                 name_patterns.append(group_patterns)
             else:  # a suffix marks layers that join a different group
                 name_patterns += [pattern for pattern, suffix in group_patterns if suffix is None]
-        stages = [
+        candidates = [
             module
             for module_name, module in model.named_modules()
             if any(re.fullmatch(pattern, module_name) for pattern in name_patterns)
         ]
     else:
-        stages = list(getattr(model, "stages", getattr(model, "blocks", nn.Sequential())).children())
-    blocks = [block for stage in stages for block in _blocks_in(stage)]
+        candidates = list(getattr(model, "stages", getattr(model, "blocks", nn.Sequential())).children())
+    blocks = [block for candidate in candidates for block in _blocks_in(candidate)]
     block_types = {type(block) for block in blocks}
     inner_types = {type(module) for block in blocks for module in block.modules() if module is not block}
     outermost_types = block_types - inner_types or block_types

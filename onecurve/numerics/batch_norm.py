@@ -48,8 +48,8 @@ class RunningStatistics:
 
         def update_after_first_micro_batch(module: nn.Module, *_inputs_and_output) -> None:
             if module.training:
-                previous_step = accelerator.step - 1  # because accelerator.step counts micro-batches from 1
-                if previous_step % accelerator.gradient_accumulation_steps == 0:
+                micro_batch_index = accelerator.step - 1  # accelerator.step counts micro-batches from 1
+                if micro_batch_index % accelerator.gradient_accumulation_steps == 0:
                     self._update_statistics()
 
         if self.updated_layers:

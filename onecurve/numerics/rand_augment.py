@@ -261,7 +261,6 @@ def _warped(images: Tensor, factors: Tensor) -> Tensor:
     is_inside_column = (source_columns >= 0) & (source_columns < w)
     is_inside = is_inside_column & (source_rows >= 0) & (source_rows < h)
     first_pixels = torch.arange(image_count, device=images.device)[:, None, None] * (h * w)
-    row_pixels = first_pixels + source_rows.clamp_(0, h - 1) * w
-    pixel_indices = row_pixels + source_columns.clamp_(0, w - 1)
+    pixel_indices = first_pixels + source_rows.clamp_(0, h - 1) * w + source_columns.clamp_(0, w - 1)
     warped_images = images.reshape(-1, 3).index_select(0, pixel_indices.view(-1)).view(images.shape)
     return torch.where(is_inside[..., None], warped_images, GREY)

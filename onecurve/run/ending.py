@@ -38,7 +38,7 @@ def end_preempted(session: RunSession, local_reason: str) -> None:
     exits.
 
     Args:
-        session: Run state shared by all session.
+        session: Run state shared by all ranks.
         local_reason: Reason why the run ends, or an empty string on a process that received no signal.
 
     Raises:

@@ -76,8 +76,8 @@ def config_file(config_name: str) -> Path:
     config_path, bundled_path = Path(config_name), Path("accelerate_configs", config_name)
     if not config_path.exists() and (ROOT / bundled_path).is_file():
         config_path = bundled_path if bundled_path.exists() else ROOT / bundled_path
-    is_outside_root = Path.cwd() != ROOT
-    return config_path.absolute() if config_path.exists() and is_outside_root else config_path
+    is_outside_root = config_path.exists() and Path.cwd() != ROOT
+    return config_path.absolute() if is_outside_root else config_path
 
 
 def underscores(word: str) -> str:

@@ -217,7 +217,7 @@ def _cpu_quotas(cgroup_file: Path, cgroup_root: Path) -> Iterator[float]:
             with contextlib.suppress(OSError):
                 file_texts = [(folder / file_name).read_text() for file_name in quota_file_names]
                 quota_us, period_us = " ".join(file_texts).split()
-                if quota_us not in ("max", "-1"):  # no limit
+                if quota_us not in ("max", "-1"):  # these values mean no limit
                     yield int(quota_us) / int(period_us)
 
 

@@ -159,16 +159,18 @@ class ReadingProgress:
     def show(self, image_count: int, read_bytes: int) -> None:
         seconds_per_byte = (time.monotonic() - self.began_s) / max(1, read_bytes)
         remaining_time = _format_duration((self.total_bytes - read_bytes) * seconds_per_byte)
-        self._show_if_due(f"{self._format_speed(image_count, read_bytes)}  {remaining_time} left", read_bytes)
+        self._show_if_due(
+            f"{self._describe_progress(image_count, read_bytes)}  {remaining_time} left", read_bytes
+        )
 
     def end(self, image_count: int, read_bytes: int) -> None:
-        self.display.print(f"{self._format_speed(image_count, read_bytes)}  done")
+        self.display.print(f"{self._describe_progress(image_count, read_bytes)}  done")
 
     def _show_if_due(self, text: str, read_bytes: int) -> None:
         if self.display.is_due():
             self.display.show(text, read_bytes)
 
-    def _format_speed(self, image_count: int, read_bytes: int) -> str:
+    def _describe_progress(self, image_count: int, read_bytes: int) -> str:
         elapsed_s = max(time.monotonic() - self.began_s, 1e-3)
         speed = f"{image_count / elapsed_s:,.0f} images/s  {read_bytes / elapsed_s / 1e6:,.0f} MB/s"
         return f"{self.split}  {image_count:,} images  {self._format_gib(read_bytes)}  {speed}"

@@ -26,6 +26,7 @@ from onecurve.system.threads import Heartbeat, run_with_heartbeat, start_daemon
 if TYPE_CHECKING:  # at runtime, functions import botocore lazily because the import takes a second
     from botocore.client import BaseClient
 
+ABSENT_ERROR_CODES = ("NoSuchKey", "NotFound", "404")  # codes of a missing object
 # An operation without a response ends within 102 s, after MAX_ATTEMPTS requests and botocore's waits between
 # requests.
 CONNECT_TIMEOUT_S = 5  # timeout in seconds for a connection to each of the endpoint's addresses
@@ -368,8 +369,7 @@ class ObjectStore:
         try:
             yield
         except (BotoCoreError, ClientError, HTTPError) as error:
-            error_code, _, _ = _parse_error_response(error)
-            if allows_absent and error_code in ("NoSuchKey", "NotFound", "404"):
+            if allows_absent and _parse_error_response(error)[0] in ABSENT_ERROR_CODES:
                 return  # the caller handles a missing object
             reason = _explain_error(error, self._endpoint, self._secrets)
             # A new client reads the credentials again and starts with a full retry quota.
@@ -448,10 +448,8 @@ def _explain_error(error: Exception, endpoint: str, credentials: Iterable[str]) 
         remedies = [remedy for codes, remedy in remedy_by_codes.items() if error_code in codes.split()]
         if not remedies and http_status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             remedies = [f"the store failed or was busy in all {MAX_ATTEMPTS} attempts. Try again later"]
-        redacted_code, redacted_message = (
-            redacted(error_code, credentials),
-            redacted(error_message, credentials),
-        )
+        redacted_code = redacted(error_code, credentials)
+        redacted_message = redacted(error_message, credentials)
         return "; ".join([f"{redacted_code} ({http_status}): {redacted_message}", *remedies[:1]])
     error_name = type(error).__name__
     if isinstance(error, boto_errors.NoCredentialsError):

@@ -177,7 +177,7 @@ def test_training_does_not_depend_on_the_wandb_server(server, folder, request, t
     The client must ask the server to continue the run WANDB_RUN_ID, which recipe.json records.
     """
     url, requests = server
-    mutate(project_copy, "onecurve/run/trackers.py", "INIT_TIMEOUT_S = 10", "INIT_TIMEOUT_S = 5")
+    mutate(project_copy, "onecurve/run/trackers.py", "WANDB_INIT_TIMEOUT_S = 10", "WANDB_INIT_TIMEOUT_S = 5")
     words = [*CNN, *FLAGS, "--trackers", "wandb", *cache, "--output_dir", tmp_path / "run"]
     output = run(words, cwd=project_copy, env=KEY | {"WANDB_BASE_URL": url, "WANDB_RUN_ID": "chosen1"})
     assert requests, "the server was never asked"
@@ -188,7 +188,7 @@ def test_training_does_not_depend_on_the_wandb_server(server, folder, request, t
     assert KEY["WANDB_API_KEY"] not in output
     facts = result(tmp_path / "run")
     assert facts["status"] == "finished"
-    # INIT_TIMEOUT_S limits the time spent waiting for the server, in seconds. W&B's default is 90 s.
+    # WANDB_INIT_TIMEOUT_S limits the time spent waiting for the server, in seconds. W&B's default is 90 s.
     assert facts["wall_s"] < result(folder)["wall_s"] + 60
     assert len(list((tmp_path / "run").glob("wandb/offline-run-*/*.wandb"))) == 1
 

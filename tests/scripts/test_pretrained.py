@@ -212,7 +212,7 @@ def test_a_name_on_the_hub(name, pretrained, tmp_path, monkeypatch):
     """Check that the Hub client finds a cached model when there is no network."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    find_model = partial(Prediction(pretrained=pretrained)._find, name, tmp_path, lambda: None)
+    find_model = partial(Prediction(pretrained=pretrained)._find_model, name, tmp_path, lambda: None)
     with pytest.raises(ValueError, match=r"`hf download timm/test_vit.r160_in1k config.json model\.safe"):
         find_model()
     folder, revision = tmp_path / "cache" / "models--timm--test_vit.r160_in1k", "0" * 40

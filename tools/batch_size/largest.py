@@ -190,7 +190,7 @@ def _limit_process(limit_gib: float | None) -> None:
 
 
 def _sample_largest_data_gib(earlier_pids: set[int]) -> float:
-    """Sample the descendants that are not in `other_pids` for LISTING_INTERVAL_S.
+    """Sample the descendants that are not in `earlier_pids` for LISTING_INTERVAL_S.
 
     Return the largest data size in GiB.
     """

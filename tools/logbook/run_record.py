@@ -448,7 +448,7 @@ class RunRecord:
 
 
 def _sample_lines(raw_lines: list[str]) -> list[str]:
-    """Select about MOST_SAMPLES telemetry samples, including each process's first and last sample."""
+    """Select about MAX_SAMPLES_PER_HOST telemetry samples, including each process's first and last sample."""
     first_indices = [index for index, raw_line in enumerate(raw_lines) if raw_line.startswith('{"host"')]
     last_indices = {index - 1 for index in (*first_indices, len(raw_lines))}
     regular_indices = range(0, len(raw_lines), 1 + len(raw_lines) // MAX_SAMPLES_PER_HOST)
