@@ -144,6 +144,7 @@ def test_a_hanging_launch_leaves_no_process(tmp_path, monkeypatch):
 def test_ctrl_c_while_a_trial_starts_ends_the_search():
     """Send SIGINT from a fork hook, where Python ignores exceptions."""
     code = "import os, signal\nfrom tools.batch_size.largest import launch_limited\n"
+    code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job ignores SIGINT
     code += "os.register_at_fork(before=lambda: os.kill(os.getpid(), signal.SIGINT))\n"
     code += "launch_limited(['sleep', '60'], limit_gib=None, timeout_s=60)"
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=30)
