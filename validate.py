@@ -100,7 +100,7 @@ def main() -> None:
     with flags.trained(accelerator, flags.checkpoint or "") as (trained, _, scratch):
         trained = for_its_data(accelerator, flags, trained, words)
         script, recipe = script_and_recipe(accelerator, flags, trained, words)
-        images = load(accelerator, recipe, is_evaluated=True)
+        images = load(accelerator, recipe, is_evaluation_only=True)
         match = match_classes(trained.names or trained.classes, images.classes)
         match.refuse_unknown(recipe.data, trained.name)
         split_name, split = chosen_split(images, flags.split)

@@ -270,7 +270,7 @@ def skips_a_step_in_silence():
     assert [call.args for call in update_scale.call_args_list] == [(False,), (True,)]
 
 
-@needs(deepspeed_.fragment)
+@needs(deepspeed_.parameter_fragment)
 def maps_parameters_to_fragments():
     text = code("deepspeed.utils.tensor_fragment")
     for name in (

@@ -20,7 +20,7 @@ from onecurve.checkpoint.format import Checkpoint, TensorFile
 from onecurve.checkpoint.gather import PieceGatherer
 from onecurve.checkpoint.optimizer_state import OptimizerState
 from onecurve.checkpoint.snapshot import Snapshot, Specs
-from onecurve.data.class_names import SHOWN, ClassMatch, match_classes
+from onecurve.data.class_names import MAX_SHOWN_CLASSES, ClassMatch, match_classes
 from onecurve.distributed.layout import layout_of
 from onecurve.system.text import some_of
 from onecurve.upstream import deepspeed_, torch_
@@ -198,9 +198,11 @@ class TrainingState:
         saved_classes = checkpoint.manifest.get("classes") if self.classes else ()
         class_match = match_classes(saved_classes or self.classes, self.classes)
         if not class_match.is_permutation:
-            differing_classes = {"new": class_match.unknown, "missing": class_match.absent}
+            differing_classes = {"new": class_match.unknown_classes, "missing": class_match.absent}
             differences = "; ".join(
-                f"{side}: {some_of(classes, SHOWN)}" for side, classes in differing_classes.items() if classes
+                f"{side}: {some_of(names, MAX_SHOWN_CLASSES)}"
+                for side, names in differing_classes.items()
+                if names
             )
             raise ValueError(
                 f"{checkpoint.folder} was trained on different classes ({differences})."

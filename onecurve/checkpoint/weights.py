@@ -497,8 +497,8 @@ def model_with_weights(
         class_match = match_classes(stored_classes, names)
         if not class_match.is_identity:
             stored_row_by_class = class_match.labels
-            kept_count = plural(len(class_match.known), "class")
-            new_count = plural(len(class_match.unknown), "class")
+            kept_count = plural(len(class_match.known_classes), "class")
+            new_count = plural(len(class_match.unknown_classes), "class")
             notes.append(
                 f"the head keeps the rows for {kept_count} with known names and adds rows for {new_count}"
             )

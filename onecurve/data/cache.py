@@ -63,7 +63,7 @@ class PreparedData(NamedTuple):
     """Location of prepared data, with a note about ignored source files."""
 
     folder: str  # path of the data set's folder in the cache
-    left_out: str  # description of the ignored files, including the reasons
+    ignored_files_note: str  # description of the ignored files, including the reasons
 
 
 def prepare_data(data: str, cache_dir: Path, heartbeat: Heartbeat = lambda: None, **flags: Any) -> Path:
@@ -72,13 +72,15 @@ def prepare_data(data: str, cache_dir: Path, heartbeat: Heartbeat = lambda: None
     return Path(prepare_cache(recipe, heartbeat).folder)
 
 
-def prepare_cache(recipe: ImageRecipe, heartbeat: Heartbeat, is_evaluated: bool = False) -> PreparedData:
+def prepare_cache(
+    recipe: ImageRecipe, heartbeat: Heartbeat, is_evaluation_only: bool = False
+) -> PreparedData:
     """Find or create the cache folder for recipe.data. Only one process per host calls this function.
 
     Args:
         recipe: Recipe that contains the data flags.
         heartbeat: Heartbeat function, called about once per second.
-        is_evaluated: Whether the data is used only for evaluation, so that a single split is sufficient.
+        is_evaluation_only: Whether the data is used only for evaluation, so that a single split is enough.
 
     Raises:
         ValueError: If the data or the cache can't be used.
@@ -91,7 +93,7 @@ def prepare_cache(recipe: ImageRecipe, heartbeat: Heartbeat, is_evaluated: bool 
         )
     cache_dir = cache_dir.resolve()
     try:
-        source = find_source(recipe, heartbeat, is_evaluated)
+        source = find_source(recipe, heartbeat, is_evaluation_only)
         content_key, folder_key = run_with_heartbeat(partial(_compute_cache_keys, source), heartbeat)
         safe_name = re.sub(r"[^A-Za-z0-9._-]", "_", source.name).lstrip(".") or "images"
         data_folder = cache_dir / f"{safe_name}-{folder_key}"
@@ -102,9 +104,9 @@ def prepare_cache(recipe: ImageRecipe, heartbeat: Heartbeat, is_evaluated: bool 
             with _hold_cache_lock(cache_dir, heartbeat):
                 if not data_folder.exists():  # another job may have created the folder in the meantime
                     _write_data_folder(data_folder, source, f"{safe_name}-{content_key}", heartbeat)
-        may_skip_in_training = recipe.on_bad_image == "skip" or is_evaluated
+        may_skip_in_training = recipe.on_bad_image == "skip" or is_evaluation_only
         _refuse_broken_images(data_folder, may_skip_in_training)
-        return PreparedData(str(data_folder), source.left_out)
+        return PreparedData(str(data_folder), source.ignored_files_note)
     except OSError as error:
         raise ValueError(
             f"--data {recipe.data} could not be prepared in --cache_dir {cache_dir}: {error}{ulimit_hint()}."
@@ -132,17 +134,17 @@ def _compute_cache_keys(source: Source) -> tuple[str, str]:
     paths), PIXEL_VERSION and the holdout fold. Above 4 GiB, the folder key also covers the files'
     modification times.
     """
-    file_stats = [retried(path.stat)() for _, path in source.files]
+    file_stats = [retried(path.stat)() for _, path in source.named_files]
     is_sampled = sum(file_stat.st_size for file_stat in file_stats) > HASH_LIMIT_BYTES
     with ThreadPoolExecutor(allowed_cores()) as executor:  # hashing and reading release the GIL
         hash_file = _hash_sampled_blocks if is_sampled else _hash_whole_file
-        file_hashes = list(executor.map(hash_file, source.files))
-    file_names = [name for name, _ in source.files]
+        file_hashes = list(executor.map(hash_file, source.named_files))
+    file_names = [name for name, _ in source.named_files]
     content_key = _short_hash([LAYOUT_VERSION, source.name, file_names, [*file_hashes, *source.hashes]])
-    image_location = str(source.root or source.shards or "")
-    pixel_version = f" {PIXEL_VERSION}" if source.files else ""
+    image_location = str(source.root or source.manifest_location or "")
+    pixel_version = f" {PIXEL_VERSION}" if source.named_files else ""
     mtimes_ns = f" {[file_stat.st_mtime_ns for file_stat in file_stats]}" if is_sampled else ""
-    folder_key = _short_hash([content_key, image_location + pixel_version + source.fold + mtimes_ns])
+    folder_key = _short_hash([content_key, image_location + pixel_version + source.fold_key + mtimes_ns])
     return content_key, folder_key
 
 
@@ -196,7 +198,7 @@ def _write_data_folder(data_folder: Path, source: Source, source_id: str, heartb
         refuse_duplicates(class_names, source.name)
         if source.holdout is not None:
             hold_out(temp_folder, source.holdout)
-        storage_format = "shards" if source.shards else "array"
+        storage_format = "shards" if source.manifest_location else "array"
         data_warnings: list[str] = []
         sampled_stats: list[list[ImageStats]] = []  # statistics of the sampled images in each split
         is_test_stored = (temp_folder / "test_labels.npy").exists()
@@ -226,8 +228,9 @@ def _write_data_folder(data_folder: Path, source: Source, source_id: str, heartb
             if is_searched and not is_decoded:
                 check_warnings = _check_images(temp_folder, source.name, searched_parts, heartbeat)
                 data_warnings = check_warnings + data_warnings
-        elif source.shards and not source.shards.startswith("s3://"):
-            sampled_stats = run_with_heartbeat(partial(_sample_shards, temp_folder, source.shards), heartbeat)
+        elif source.manifest_location and not source.manifest_location.startswith("s3://"):
+            sample_shards = partial(_sample_shards, temp_folder, source.manifest_location)
+            sampled_stats = run_with_heartbeat(sample_shards, heartbeat)
         all_stats = list(chain.from_iterable(sampled_stats))
         data_warnings += conversion_warnings(all_stats, is_cropped=storage_format != "array")
         cache_metadata = {
@@ -238,7 +241,7 @@ def _write_data_folder(data_folder: Path, source: Source, source_id: str, heartb
             "val_name": source.val_name,
             "test_name": source.test_name,
             "mirror": source.mirror,
-            "shards": source.shards,
+            "shards": source.manifest_location,
         }
         (temp_folder / "meta.json").write_text(json.dumps(cache_metadata, indent=1) + "\n")
         run_with_heartbeat(partial(_sync_files, temp_folder), heartbeat)
@@ -380,7 +383,7 @@ def _sample_shards(temp_folder: Path, shard_folder: str) -> list[list[ImageStats
 
     manifest_file = temp_folder / MANIFEST
     manifest = parse_manifest(manifest_file.read_bytes(), str(manifest_file))
-    if manifest.store is not None:
+    if manifest.s3_prefix is not None:
         return []  # images in S3 are not sampled
     sharded_splits = []
     for split in manifest.splits:

@@ -38,12 +38,12 @@ class IgnoredFiles:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()  # number of ignored files by reason
-        self.first: dict[str, str] = {}  # first ignored path for each reason
+        self.first_path_by_reason: dict[str, str] = {}  # first ignored path for each reason
         self.empty_folders: list[str] = []
 
     def add(self, reason: str, path: str) -> None:
         self.counts[reason] += 1
-        self.first.setdefault(reason, path)
+        self.first_path_by_reason.setdefault(reason, path)
 
     def accept_or_record(self, path: str) -> bool:
         """Return True for an image path. Record any other path as ignored unless the file is hidden."""

@@ -16,7 +16,7 @@ import numpy as np
 from onecurve.system.text import plural, printable, some_of
 
 NEW_CLASS = -1  # label of a class that the model was not trained on
-SHOWN = 5  # maximum number of class names in a message
+MAX_SHOWN_CLASSES = 5  # maximum number of class names in a message
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,15 @@ class ClassMatch:
     @property
     def is_permutation(self) -> bool:
         """True if the model and the data have the same classes, in any order."""
-        return not (self.unknown or self.absent)
+        return not (self.unknown_classes or self.absent)
 
     @property
-    def known(self) -> tuple[str, ...]:
+    def known_classes(self) -> tuple[str, ...]:
         """Names of the data set's classes that the model was trained on."""
         return tuple(itertools.compress(self.data_classes, self.labels != NEW_CLASS))
 
     @property
-    def unknown(self) -> tuple[str, ...]:
+    def unknown_classes(self) -> tuple[str, ...]:
         """Names of the data set's classes that the model was not trained on."""
         return tuple(itertools.compress(self.data_classes, self.labels == NEW_CLASS))
 
@@ -72,11 +72,12 @@ class ClassMatch:
             data_name: Name of the data set for the error message.
             model_name: Name of the model for the error message.
         """
-        if self.unknown:
+        if self.unknown_classes:
             raise ValueError(
-                f"{printable(data_name)} contains {plural(len(self.unknown), 'class')}"
-                f" that {model_name} was not trained on: {some_of(self.unknown, SHOWN)}."
-                f" The model was trained on {plural(len(self.model), 'class')}: {some_of(self.model, SHOWN)}"
+                f"{printable(data_name)} contains {plural(len(self.unknown_classes), 'class')}"
+                f" that {model_name} was not trained on: {some_of(self.unknown_classes, MAX_SHOWN_CLASSES)}."
+                f" The model was trained on {plural(len(self.model), 'class')}:"
+                f" {some_of(self.model, MAX_SHOWN_CLASSES)}"
             )
 
     def describe(self, data_name: str, model_name: str) -> str:
@@ -89,14 +90,15 @@ class ClassMatch:
             )
         if self.is_identity:
             return ""
-        model_classes = f"{plural(len(self.model), 'class')} of {model_name}"
+        model_phrase = f"{plural(len(self.model), 'class')} of {model_name}"
         if self.is_permutation:
             return (
-                f"{data_name} contains the {model_classes} in a different order. Classes are matched by name."
+                f"{data_name} contains the {model_phrase} in a different order. Classes are matched by name."
             )
-        other_classes = f" and {plural(len(self.unknown), 'other class')}" if self.unknown else ""
+        unknown_count = len(self.unknown_classes)
+        other_phrase = f" and {plural(unknown_count, 'other class')}" if unknown_count else ""
         return (
-            f"{data_name} contains {len(self.known):,} of the {model_classes}{other_classes}."
+            f"{data_name} contains {len(self.known_classes):,} of the {model_phrase}{other_phrase}."
             " Classes are matched by name."
         )
 

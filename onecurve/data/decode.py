@@ -119,7 +119,7 @@ def find_damage(content: bytes) -> str | None:
     import simplejpeg
 
     try:
-        colorspace = "CMYK" if frame.components == 4 else "GRAY"
+        colorspace = "CMYK" if frame.component_count == 4 else "GRAY"
         simplejpeg.decode_jpeg(content, colorspace, min_factor=8, strict=True)
     except ValueError as error:
         jpeg_error = str(error)
@@ -155,7 +155,7 @@ class JpegFrame(NamedTuple):
 
     height: int  # in pixels
     width: int  # in pixels
-    components: int  # number of colour components: 1 for grey, 3 for colour, 4 for CMYK
+    component_count: int  # number of colour components: 1 for grey, 3 for colour, 4 for CMYK
     min_bytes: int  # minimum file size, 1 bit per block of 8 x 8 pixels; 0 for arithmetic coding
 
 
@@ -190,8 +190,8 @@ def _parse_frame_header(content: bytes, marker_offset: int) -> JpegFrame:
     marker = content[marker_offset + 1]
     height = int.from_bytes(content[marker_offset + 5 : marker_offset + 7])
     width = int.from_bytes(content[marker_offset + 7 : marker_offset + 9])
-    components = content[marker_offset + 9]
-    factor_bytes = content[marker_offset + 11 : marker_offset + 10 + 3 * components : 3]
+    component_count = content[marker_offset + 9]
+    factor_bytes = content[marker_offset + 11 : marker_offset + 10 + 3 * component_count : 3]
     sampling_factors = [(byte >> 4, byte & 15) for byte in factor_bytes]  # horizontal, vertical
     max_horizontal = max((horizontal for horizontal, _ in sampling_factors), default=0)
     max_vertical = max((vertical for _, vertical in sampling_factors), default=0)
@@ -202,7 +202,7 @@ def _parse_frame_header(content: bytes, marker_offset: int) -> JpegFrame:
             blocks_down = math.ceil(height * vertical / (8 * max_vertical))
             block_count += blocks_across * blocks_down
     min_bytes = block_count // 8 if marker <= _LAST_HUFFMAN_MARKER else 0
-    return JpegFrame(height, width, components, min_bytes)
+    return JpegFrame(height, width, component_count, min_bytes)
 
 
 def _check_frame_size(frame: JpegFrame, file_bytes: int) -> None:

@@ -97,7 +97,7 @@ class Images:
         return val_split | test_split
 
 
-def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluated: bool = False) -> Images:
+def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluation_only: bool = False) -> Images:
     """Load recipe.data on all processes, and check that all processes have the same data.
 
     Only one process per host prepares the data.
@@ -105,18 +105,19 @@ def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluated: bool = Fal
     Args:
         accelerator: Accelerator of this process.
         recipe: Recipe that contains the data flags.
-        is_evaluated: Whether the data is used only for evaluation. If True, the data may contain a single
-            class, and a single split becomes both `train` and `val`.
+        is_evaluation_only: Whether the data is used only for evaluation. If True, the data may contain a
+            single class, and a single split becomes both `train` and `val`.
 
     Raises:
         ValueError: If the data can't be used.
     """
     now.enter(OPENING_DATA)
-    prepare = partial(prepare_cache, recipe, is_evaluated=is_evaluated)
+    prepare = partial(prepare_cache, recipe, is_evaluation_only=is_evaluation_only)
     prepared = once(accelerator, "data", prepare, recipe.timeout_s, per_host=True)
-    folder, ignored_files = prepared  # a list, not a PreparedData, if received as JSON from another process
+    # `prepared` is a list, not a PreparedData, if received as JSON from another process.
+    folder, ignored_files_note = prepared
     images = open_images(Path(folder), recipe)
-    if len(images.classes) < 2 and not is_evaluated:
+    if len(images.classes) < 2 and not is_evaluation_only:
         only_class = images.classes[0]
         raise ValueError(
             f"{recipe.data} contains only one class, {only_class}. A classifier needs at least two classes"
@@ -134,7 +135,7 @@ def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluated: bool = Fal
     agree(accelerator, compared_facts)
     train_name = "training" if images.val is not images.train else ""
     split_labels = {train_name: train_labels, **evaluated_labels}
-    accelerator.print(data_summary(recipe.data, split_labels, len(images.classes), ignored_files))
+    accelerator.print(data_summary(recipe.data, split_labels, len(images.classes), ignored_files_note))
     for warning in (*label_warnings(train_labels, evaluated_labels, images.classes), *images.flaws):
         accelerator.print(f"warning: {warning}")
     now.enter(BUILDING_MODEL)
@@ -221,7 +222,7 @@ def _open_shards(
 
     manifest_file = folder / MANIFEST
     manifest = parse_manifest(manifest_file.read_bytes(), str(manifest_file))
-    shard_cache, shard_store = None, manifest.store or shard_location
+    shard_cache, shard_store = None, manifest.s3_prefix or shard_location
     if shard_store.startswith("s3://"):
         shards = tuple(shard for split in manifest.splits for shard in manifest.shards_in(split))
         shard_cache = ShardCache(folder / "shards", shard_store, shards, int(recipe.cache_gib * 2**30))
@@ -239,19 +240,19 @@ def _open_shards(
 SplitLabels = Mapping[str, np.ndarray]  # labels of each split, int64 [N], by split name
 
 
-def data_summary(data_name: str, split_labels: SplitLabels, class_count: int, ignored_files: str) -> str:
+def data_summary(data_name: str, split_labels: SplitLabels, class_count: int, ignored_files_note: str) -> str:
     """Return a one-line summary of a data set.
 
     Args:
         data_name: Name of the data set.
         split_labels: Labels of each split, by split name. For data without splits, the name is "".
         class_count: Number of classes.
-        ignored_files: Description of the ignored files, including the reasons.
+        ignored_files_note: Description of the ignored files, including the reasons.
     """
     counts = [f"{len(labels):,} {split} images".replace("  ", " ") for split, labels in split_labels.items()]
     counts.append(f"{class_count:,} {'class' if class_count == 1 else 'classes'}")
-    ignored_note = f"; left out: {ignored_files}" if ignored_files else ""
-    return f"data {printable(data_name)}: {', '.join(counts)}{ignored_note}"
+    ignored_suffix = f"; left out: {ignored_files_note}" if ignored_files_note else ""
+    return f"data {printable(data_name)}: {', '.join(counts)}{ignored_suffix}"
 
 
 def label_warnings(

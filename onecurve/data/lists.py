@@ -12,7 +12,7 @@ from typing import NamedTuple, TextIO
 
 from onecurve.data.class_folders import VAL_NAMES, folder_names
 from onecurve.data.decode import IMAGE_EXTENSIONS
-from onecurve.data.tables import MULTI_LABEL, Columns, choose_column
+from onecurve.data.tables import MULTI_LABEL_ADVICE, Columns, choose_column
 from onecurve.system.text import printable
 
 FILE_COLUMNS = ("file", "filename", "file_name", "path", "filepath", "image")  # default column names
@@ -45,40 +45,41 @@ def read_list(path: Path, columns: Columns, split: str = "train") -> list[Listed
         ValueError: If the list can't be used. The message names the first invalid line.
     """
     try:
-        rows = list(_parse_rows(path, columns, split))
+        listed_images = list(_parse_rows(path, columns, split))
     except UnicodeDecodeError:
         raise ValueError(f"--data {path} is not encoded in UTF-8. Save the list in UTF-8") from None
     except csv.Error as error:
         raise ValueError(f"--data {path} is not a valid CSV file: {error}") from None
-    if not rows and split == "test":
+    if not listed_images and split == "test":
         return []
-    if not rows:
+    if not listed_images:
         raise ValueError(f"--data {path} lists no images")
     list_folder = path.parent
-    prefix, extension = _find_prefix_and_extension(list_folder, rows[0].file)
-    rows = [row._replace(file=_stored_path(list_folder, f"{prefix}{row.file}{extension}")) for row in rows]
-    if missing_rows := [row for row in rows if not (list_folder / row.file).is_file()]:
-        first_missing = missing_rows[0]
+    prefix, extension = _find_prefix_and_extension(list_folder, listed_images[0].file)
+    paths = [_stored_path(list_folder, f"{prefix}{image.file}{extension}") for image in listed_images]
+    listed_images = [image._replace(file=path) for image, path in zip(listed_images, paths, strict=True)]
+    if missing_images := [image for image in listed_images if not (list_folder / image.file).is_file()]:
+        first_missing = missing_images[0]
         raise ValueError(
             f"{first_missing.position}: {list_folder / first_missing.file} does not exist"
-            f" (rows with missing files: {len(missing_rows):,})."
+            f" (rows with missing files: {len(missing_images):,})."
             " Paths in the list are relative to the list's folder."
             " To add a folder and an extension to each path, use --image_column 'train/{id}.jpg'"
         )
-    _refuse_files_with_several_labels(rows)
-    return rows
+    _refuse_files_with_several_labels(listed_images)
+    return listed_images
 
 
-def _refuse_files_with_several_labels(rows: list[ListedImage]) -> None:
+def _refuse_files_with_several_labels(listed_images: list[ListedImage]) -> None:
     """Raise ValueError if two rows assign different labels to the same file."""
-    first_row_by_file: dict[str, ListedImage] = {}
-    for row in rows:
-        first_row = first_row_by_file.setdefault(os.path.normpath(row.file), row)
-        if first_row.label != row.label:
-            _, _, first_line = first_row.position.rpartition(",")
+    first_image_by_file: dict[str, ListedImage] = {}
+    for image in listed_images:
+        first_image = first_image_by_file.setdefault(os.path.normpath(image.file), image)
+        if first_image.label != image.label:
+            _, _, first_line = first_image.position.rpartition(",")
             raise ValueError(
-                f"{row.position}: {printable(row.file)} has the label {printable(row.label)},"
-                f" but{first_line} specifies {printable(first_row.label)}. {MULTI_LABEL}"
+                f"{image.position}: {printable(image.file)} has the label {printable(image.label)},"
+                f" but{first_line} specifies {printable(first_image.label)}. {MULTI_LABEL_ADVICE}"
             )
 
 
@@ -104,7 +105,8 @@ def _parse_rows(path: Path, columns: Columns, default_split: str) -> Iterator[Li
                 empty_column = label_column if image_path else image_column
                 raise ValueError(f"{position} contains no value for column {empty_column}")
             if is_json and label.startswith("["):
-                raise ValueError(f"{position}: the value of column {label_column} is a list. {MULTI_LABEL}")
+                problem = f"the value of column {label_column} is a list"
+                raise ValueError(f"{position}: {problem}. {MULTI_LABEL_ADVICE}")
             split = (row.get("split", default_split) or "").strip().lower()
             if split not in ("train", *VAL_NAMES):
                 raise ValueError(

@@ -79,7 +79,7 @@ class ShardManifest:
     sha256: str  # SHA-256 of the manifest file
 
     @property
-    def store(self) -> str | None:
+    def s3_prefix(self) -> str | None:
         """S3 prefix of an "in_place" manifest's existing shards, or None if the shards are not in S3."""
         shard_files = [shard.file for split in self.splits.values() for shard in split.shards]
         if self.kind != "in_place" or not shard_files[0].startswith("s3://"):
@@ -88,8 +88,8 @@ class ShardManifest:
         return "s3://" + posixpath.commonpath(parent_folders)
 
     def shards_in(self, split: str) -> tuple[Shard, ...]:
-        """Return the shards of a split. For shards in S3, the file names are keys relative to `store`."""
-        store_prefix, shards = f"{self.store}/", self.splits[split].shards
+        """Return the shards of a split. For shards in S3, the file names are keys relative to `s3_prefix`."""
+        store_prefix, shards = f"{self.s3_prefix}/", self.splits[split].shards
         return tuple(replace(shard, file=shard.file.removeprefix(store_prefix)) for shard in shards)
 
 
@@ -117,7 +117,7 @@ def find_local_manifest(folder: Path) -> ShardManifest | None:
             raise ValueError(f"--data {folder} contains no {MANIFEST}. {UNFINISHED_ADVICE}")
         return None
     manifest = parse_manifest(manifest_path.read_bytes(), str(manifest_path))
-    if manifest.store is None:
+    if manifest.s3_prefix is None:
         for split_manifest in manifest.splits.values():
             for shard in split_manifest.shards:
                 _check_shard_size(folder / shard.file, shard.bytes)
@@ -156,7 +156,7 @@ def find_stored_manifest(store: ObjectStore) -> tuple[ShardManifest, bytes]:
         advice = UNFINISHED_ADVICE if is_unfinished else preparation_advice
         raise ValueError(f"--data {store.url} contains no {MANIFEST}. {advice}")
     manifest = parse_manifest(manifest_bytes, f"{store.url}/{MANIFEST}")
-    if manifest.kind != "shards" and manifest.store is None:
+    if manifest.kind != "shards" and manifest.s3_prefix is None:
         raise ValueError(
             f"--data {store.url} is an index of files on one host."
             " On that host, pass the index's local folder to --data"

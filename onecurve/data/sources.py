@@ -50,8 +50,8 @@ class Source:
 
     Attributes:
         name: Name of the data set.
-        files: Sorted pairs of a name, which is part of the cache key, and a file path. The tuple is empty for
-            generated data.
+        named_files: Sorted pairs of a name, which is part of the cache key, and a file path. The tuple is
+            empty for generated data.
         write: Function that accepts a cache folder and a heartbeat, stores each split in the folder, and
             returns the class names. A split consists of labels (`<split>_labels.npy`, int64 [N]), images
             (decoded in `<split>_images.npy`, or encoded by `save_images`), and optional names (`save_names`).
@@ -60,45 +60,46 @@ class Source:
         holdout: Share or number of training images to hold out, or a fold, or None to hold out no images.
         mirror: Whether images keep their class when mirrored.
         root: Base folder of the relative image paths, or None if images are not stored as paths.
-        shards: Location of the shards' manifest (a folder or s3://bucket/prefix), or None for other data.
-        fold: Part of the cache key that distinguishes folds, because the data set's name is the same for all
-            folds.
-        hashes: Hashes of content not covered by `files`.
+        manifest_location: Location of the shards' manifest (a folder or s3://bucket/prefix), or None for
+            other data.
+        fold_key: Part of the cache key that distinguishes folds, because the data set's name is the same for
+            all folds.
+        hashes: Hashes of content not covered by `named_files`.
         is_table: Whether the data has columns that can be chosen with flags.
-        left_out: Description of the ignored files, including the reasons.
+        ignored_files_note: Description of the ignored files, including the reasons.
         training_problem: Reason why the data can only be evaluated, or "".
     """
 
     name: str
-    files: tuple[tuple[str, Path], ...]
+    named_files: tuple[tuple[str, Path], ...]
     write: Callable[[Path, Heartbeat], tuple[str, ...]]
     val_name: str | None = "val"
     test_name: str | None = None
     holdout: float | str | None = None
     mirror: bool = True
     root: Path | None = None
-    shards: str | None = None
-    fold: str = ""
+    manifest_location: str | None = None
+    fold_key: str = ""
     hashes: tuple[str, ...] = ()
     is_table: bool = False
-    left_out: str = ""
+    ignored_files_note: str = ""
     training_problem: str = ""
 
 
-def find_source(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = False) -> Source:
+def find_source(recipe: ImageRecipe, beat: Heartbeat, is_evaluation_only: bool = False) -> Source:
     """Find the data that `--data` specifies, and list its files.
 
     Args:
         recipe: Recipe that contains the data flags.
         beat: Heartbeat function, called about once per second.
-        is_evaluated: Whether the data is used only for evaluation, so that a single split is sufficient.
+        is_evaluation_only: Whether the data is used only for evaluation, so that a single split is enough.
 
     Raises:
         ValueError: If the data can't be used. The error is raised before large files are read.
     """
     columns = Columns(recipe.image_column, recipe.label_column)
     source = _locate_source(recipe.data, beat, columns)
-    if source.training_problem and not is_evaluated:
+    if source.training_problem and not is_evaluation_only:
         raise ValueError(source.training_problem)
     if any(columns) and not source.is_table:
         raise ValueError(
@@ -107,7 +108,7 @@ def find_source(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = False
         )
     if recipe.holdout is not None:
         return _with_holdout(source, recipe.data, recipe.holdout)
-    if source.val_name is None and not is_evaluated:
+    if source.val_name is None and not is_evaluation_only:
         raise ValueError(
             f"--data {recipe.data} contains no evaluation split (val, validation, valid or test)."
             " Add an evaluation split, or hold out a tenth of the training images with --holdout 0.1"
@@ -133,7 +134,7 @@ def _with_holdout(source: Source, data_flag: str, holdout: float | str) -> Sourc
         )
     source = replace(source, holdout=holdout, val_name="holdout", test_name=source.val_name)
     if is_fold:
-        return replace(source, fold=f" fold {holdout_text}")
+        return replace(source, fold_key=f" fold {holdout_text}")
     return replace(source, hashes=(*source.hashes, f"holdout {holdout_text}"))
 
 
@@ -297,7 +298,7 @@ def _shard_source(manifest: "ShardManifest", location: str, read_file: Callable[
         return manifest.classes
 
     val_name = "val" if "val" in manifest.splits else None
-    return Source(manifest.name, (), write, val_name, shards=location, hashes=(manifest.sha256,))
+    return Source(manifest.name, (), write, val_name, manifest_location=location, hashes=(manifest.sha256,))
 
 
 # Tables
@@ -368,7 +369,7 @@ def _table_source(
         split_by_role.get("test"),
         hashes=(f"columns {list(columns)}",) if any(columns) else (),
         is_table=True,
-        left_out=", ".join(_unused_split_notes(display_names, split_by_role)),
+        ignored_files_note=", ".join(_unused_split_notes(display_names, split_by_role)),
     )
 
 
@@ -405,9 +406,9 @@ def find_class_folders(root: Path) -> Source:
     if folder_by_split["train"] and (other_folders := class_folders.folders_beside_splits(root)):
         other_names = some_of([f"{folder}/" for folder in other_folders], 3)
         ignored_folders.append(f"{other_names} ({folder_by_split['train']}/ is a split)")
-    left_out = ", ".join(filter(None, (str(ignored_files), *ignored_folders)))
+    ignored_files_note = ", ".join(filter(None, (str(ignored_files), *ignored_folders)))
     classes = sorted(classes_by_split["train"])
-    source = _file_source(root.name, root, classes, images_by_role, split_by_role, left_out)
+    source = _file_source(root.name, root, classes, images_by_role, split_by_role, ignored_files_note)
     if len(classes) > 1 or folder_by_split["train"]:
         return source
     (only_class,) = classes
@@ -429,7 +430,8 @@ def _find_listed_images(root: Path, list_by_split: dict[str, Path], columns: Col
     folder_by_split = class_folders.split_folders(root)
     unlabeled_folders = [folder for split, folder in folder_by_split.items() if split not in listed_splits]
     unlabeled_notes = [f"{folder}/ without labels" for folder in unlabeled_folders]
-    return replace(source, left_out=", ".join(filter(None, (source.left_out, *unlabeled_notes))))
+    all_notes = filter(None, (source.ignored_files_note, *unlabeled_notes))
+    return replace(source, ignored_files_note=", ".join(all_notes))
 
 
 def _list_source(name: str, root: Path, data_path: Path, listed_images: "list[ListedImage]") -> Source:
@@ -455,10 +457,10 @@ def _list_source(name: str, root: Path, data_path: Path, listed_images: "list[Li
         split_classes = {class_name for class_name, _path in images_by_role[role]}
         refuse_unknown_classes(f"--data {data_path}", split, split_classes, train_classes)
     display_names = {split: split for split in ("train", *VAL_NAMES) if split in listed_splits}
-    left_out = ", ".join(_unused_split_notes(display_names, split_by_role))
+    ignored_files_note = ", ".join(_unused_split_notes(display_names, split_by_role))
     are_numbers = all(map(str.isdecimal, train_classes))
     classes = sorted(train_classes, key=int if are_numbers else str)
-    source = _file_source(name, root, classes, images_by_role, split_by_role, left_out)
+    source = _file_source(name, root, classes, images_by_role, split_by_role, ignored_files_note)
     return replace(source, hashes=(repr(images_by_role),), is_table=True)
 
 
@@ -468,7 +470,7 @@ def _file_source(
     classes: list[str],
     images_by_role: dict[str, list[tuple[str, str]]],
     split_by_role: dict[str, str],
-    left_out: str,
+    ignored_files_note: str,
 ) -> Source:
     """Return the source for image files.
 
@@ -478,7 +480,7 @@ def _file_source(
         classes: Class names in label order.
         images_by_role: Class name and path of each image, by role ("train", "val" or "test").
         split_by_role: Splits that are read, from `used_splits`.
-        left_out: Description of the ignored files, including the reasons.
+        ignored_files_note: Description of the ignored files, including the reasons.
     """
 
     def write(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
@@ -491,5 +493,7 @@ def _file_source(
         return tuple(classes)
 
     named_files = tuple((path, root / path) for images in images_by_role.values() for _, path in images)
-    val_name = VAL_NAMES.get(split_by_role.get("val", ""))
-    return Source(name, named_files, write, val_name, split_by_role.get("test"), root=root, left_out=left_out)
+    val_name, test_name = VAL_NAMES.get(split_by_role.get("val", "")), split_by_role.get("test")
+    return Source(
+        name, named_files, write, val_name, test_name, root=root, ignored_files_note=ignored_files_note
+    )

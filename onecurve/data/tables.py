@@ -33,7 +33,7 @@ USUAL_LABEL_COLUMNS = ("label", "fine_label")
 OTHER_LABEL_COLUMNS = ("labels", "class", "category", "target")
 IMAGE_ROWS_PER_CHUNK, LABEL_ROWS_PER_CHUNK = 256, 1_000_000
 MAX_REASON_LENGTH = 300  # maximum number of characters of a Hub error's reason shown in a message
-MULTI_LABEL = (
+MULTI_LABEL_ADVICE = (
     "Multi-label data is not supported, because the scripts train classifiers with one class per image."
     " Keep only one label for each image"
 )
@@ -179,7 +179,7 @@ def load_from_hub(data: str, beat: Heartbeat) -> dict[str, Any]:
     hub_problems = list[str]()
 
     def load_data_set():
-        # may enable the offline mode, which `datasets` checks on import
+        # The check may enable the offline mode, which `datasets` reads on import.
         hub_problems.append(check_hub_or_go_offline())
         import datasets
 
@@ -221,7 +221,7 @@ def write_tables(
 class TableLabels(NamedTuple):
     """Labels of one split, with the row counts of its tables."""
 
-    numbers: np.ndarray  # class indices, int64 [N]
+    labels: np.ndarray  # class indices, int64 [N]
     row_counts: list[tuple[str, int]]  # name and row count of each table
 
 
@@ -344,7 +344,7 @@ def _value_codes(chunk: "pyarrow.Array", code_by_value: dict[Any, int], table_na
     if chunk.null_count == len(chunk):
         return np.full(len(chunk), -1, np.int32)
     if pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type):
-        raise ValueError(f"the labels in {table_name} are lists. {MULTI_LABEL}")
+        raise ValueError(f"the labels in {table_name} are lists. {MULTI_LABEL_ADVICE}")
     if pa.types.is_nested(chunk.type):
         raise ValueError(f"the labels in {table_name} have type {chunk.type} instead of numbers or names")
     encoded_chunk = chunk if pa.types.is_dictionary(chunk.type) else chunk.dictionary_encode()

@@ -133,7 +133,7 @@ def decoded_batches(
 _skipped_ids: set[int] = set()  # sample ids of the images that training skipped
 
 
-def skipped() -> list[int]:
+def skipped_ids() -> list[int]:
     """Return the sorted sample ids of all images that this process skipped."""
     return sorted(_skipped_ids)
 

@@ -392,7 +392,7 @@ def _wrap_in_stages(
         # Several gradients per parameter in each step
         if accelerator.gradient_accumulation_steps * accelerator.num_processes > 1:
             accelerator.exact_sum = ExactSum(accelerator, prepared_model)
-    running_statistics.follow(accelerator, plain_module(prepared_model))
+    running_statistics.register_update_hook(accelerator, plain_module(prepared_model))
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         if accelerator.precision.half_precision == "weights":
             input_cast_hook = make_input_cast_hook(precision(accelerator))

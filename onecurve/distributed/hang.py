@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from onecurve.system.env import EVENTS_FILE_VARIABLE, report_event
+from onecurve.system.env import EVENTS_FILE_VARIABLE, report_to_launcher
 from onecurve.system.output import log
 from onecurve.system.paths import ROOT
 from onecurve.system.phase import now
@@ -271,7 +271,7 @@ class HangReport:
         with contextlib.suppress(TimeoutError):  # the store may not answer
             is_first_report = collection_future.result(2 * ANSWER_TIMEOUT_S)
         # This second report includes silent ranks' last heartbeats
-        report_event("hang", **evidence_by_rank[self._rank])
+        report_to_launcher("hang", **evidence_by_rank[self._rank])
         if EVENTS_FILE_VARIABLE not in os.environ and is_first_report:
             report_lines = hang_table(list(evidence_by_rank.values()))
             report_lines.append(f"The stack traces of all threads are in {self._stacks_folder} on each host.")
@@ -302,7 +302,7 @@ class HangReport:
             if self._evidence is None:
                 evidence, stack_text = rank_evidence(self._rank, self._host_by_rank), stack_traces()
                 self._evidence = evidence
-                report_event("hang", **evidence, stacks=stack_text)
+                report_to_launcher("hang", **evidence, stacks=stack_text)
                 if EVENTS_FILE_VARIABLE not in os.environ:
                     with contextlib.suppress(OSError):
                         self._stacks_folder.mkdir(mode=0o700, exist_ok=True)

@@ -283,7 +283,7 @@ class _ZeroLayout(Layout):
     def _piece_of(self, parameter: Any) -> Piece:
         if not parameter.requires_grad:
             return super()._piece_of(parameter)
-        fragment = deepspeed_.fragment(parameter)
+        fragment = deepspeed_.parameter_fragment(parameter)
         return Piece(*fragment) if fragment else Piece(0, 0)
 
     def _script_optimizer(self) -> Optimizer:

@@ -17,7 +17,7 @@ from torch import nn
 from onecurve.distributed.strategy import strategy
 from onecurve.system.env import is_on, rank
 from onecurve.system.output import log
-from onecurve.system.processes import parents
+from onecurve.system.processes import ancestors
 from onecurve.upstream.torch_ import has_bf16_instructions
 
 HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -144,7 +144,7 @@ def launch_command_precision() -> str | None:
     Unlike the launcher's environment variables, the command line distinguishes an explicit `no` from the
     default. The function returns None if the parent process is not `accelerate launch`.
     """
-    parent_process, *_ = parents()
+    parent_process, *_ = ancestors()
     if not parent_process.launcher().startswith("accelerate"):
         return None
     flag_value = parent_process.flag("mixed[_-]precision")

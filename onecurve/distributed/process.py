@@ -21,7 +21,14 @@ from onecurve.distributed.step_graph import free_graphs
 from onecurve.distributed.watch import STOP_SIGNALS, USER_ERROR_TYPES, Preempted, watch
 from onecurve.flags.recipe import Batch, Recipe, from_flags
 from onecurve.system.cli import settle_environment, tell_launchers, tell_torchrun
-from onecurve.system.env import PREEMPTED_STATUS, is_hosts_first, is_launched, rank, report_event, world_size
+from onecurve.system.env import (
+    PREEMPTED_STATUS,
+    is_hosts_first,
+    is_launched,
+    rank,
+    report_to_launcher,
+    world_size,
+)
 from onecurve.system.output import log
 from onecurve.system.phase import STARTING, now
 from onecurve.system.text import safe_message
@@ -106,7 +113,7 @@ def run_process(run_main: Callable[[], None]) -> NoReturn:
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    report_event("exit", status=exit_status)
+    report_to_launcher("exit", status=exit_status)
     if not owns_process:
         for signal_number, handler in previous_handlers:
             signal.signal(signal_number, handler)

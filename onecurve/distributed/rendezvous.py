@@ -18,11 +18,11 @@ from onecurve.system.env import (
     is_on,
     processes_per_host,
     rank,
-    report_event,
+    report_to_launcher,
     world_size,
 )
 from onecurve.system.output import log
-from onecurve.system.processes import interface_problem, interface_to, parents
+from onecurve.system.processes import ancestors, interface_problem, interface_to
 from onecurve.system.text import plural
 
 OWN_STORE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -198,7 +198,7 @@ def _report_micro_batch_size(job: Job, per_device: int) -> None:
     train.
     """
     if rank() == 0:
-        report_event("batch", batch_size=job.batch_size, per_device=per_device)
+        report_to_launcher("batch", batch_size=job.batch_size, per_device=per_device)
 
 
 def replacement_problem() -> str | None:
@@ -222,7 +222,7 @@ def _torchrun_max_hosts() -> str | None:
     """Return MAX from torchrun's --nnodes=MIN:MAX in the agent's command line, or None without a maximum."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    agent_process, *_ = parents()
+    agent_process, *_ = ancestors()
     host_range = agent_process.flag("nnodes") or os.environ.get("PET_NNODES", "")
     range_match = re.fullmatch(r"\d+:(?P<max>\d+)", host_range)
     return range_match["max"] if range_match else None

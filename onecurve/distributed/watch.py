@@ -40,7 +40,7 @@ from onecurve.distributed.channel import Channel, claim_report, let_main_close_f
 from onecurve.distributed.hang import HangReport, recorded_collectives
 from onecurve.system import processes
 from onecurve.system.cli import tell_torchrun
-from onecurve.system.env import PREEMPTED_STATUS, is_launched, local_rank, report_event
+from onecurve.system.env import PREEMPTED_STATUS, is_launched, local_rank, report_to_launcher
 from onecurve.system.output import log
 from onecurve.system.phase import now
 from onecurve.system.text import safe_message
@@ -162,7 +162,7 @@ class Watch:
         if self._other_ranks:
             return self._other_ranks.report_failure(error)
         if isinstance(error, Exception):
-            report_event("failed", message=_failure_message(error))
+            report_to_launcher("failed", message=_failure_message(error))
         return error
 
     def report_hang(self) -> None:
@@ -188,7 +188,7 @@ class Watch:
             if stop_signals:
                 self._stop_reason = self._stop_reason or signal.Signals(stop_signals[0]).name
                 if not self._is_stop_agreed:
-                    report_event("leaving", why=self._stop_reason)
+                    report_to_launcher("leaving", why=self._stop_reason)
             elif not all(map(processes.is_alive, launcher_processes)):
                 self._stop_reason = self._stop_reason or LAUNCHER_ENDED
                 launcher_processes = []
@@ -282,7 +282,7 @@ class _OtherRanks:
         let_main_close_first(self.accelerator, self.poll_channel)
         time.sleep(1 if self.own_rank == 0 else 2)  # a launcher kills all processes as soon as one exits
         sys.stdout.flush()
-        report_event("exit", status=1)
+        report_to_launcher("exit", status=1)
         os._exit(1)
 
     def dead_sibling_message(self, channel: Channel) -> str | None:
@@ -335,7 +335,7 @@ class _OtherRanks:
         if self.failure_channel.store_error:
             return error
         if first_message == message:
-            report_event("failed", message=message)
+            report_to_launcher("failed", message=message)
         return error if is_user_error or first_message == message else ValueError(first_message)
 
     def start_hang_checks(self) -> None:

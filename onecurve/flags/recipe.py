@@ -40,15 +40,15 @@ class Metric(typing.NamedTuple):
 
     evaluation.py computes the metric, pages show it, and verify.py checks it.
 
-    If by_class is True, the function `value` maps the numbers of images, predictions and correct predictions
-    in each class (int64 [classes]) to numerators and denominators. The metric is the mean of the quotients
-    over the classes. If by_class is False, the function maps logits [v, classes] and labels [v] to one number
-    per image, [v].
+    If by_class is True, `compute` maps the numbers of images, predictions and correct predictions in each
+    class (int64 [classes]) to numerators and denominators. The metric is the mean of the quotients over the
+    classes. If by_class is False, `compute` maps logits [v, classes] and labels [v] to one number per image,
+    [v].
     """
 
     title: str  # Name of the metric on pages and in plots
     # Function that computes the metric, or None for a metric that evaluate() always returns
-    value: Callable[..., Any] | None = None
+    compute: Callable[..., Any] | None = None
     is_share: bool = True  # True for a fraction from 0 to 1, where higher is better. False for a loss
     by_class: bool = False  # True if the metric is a mean over classes
 

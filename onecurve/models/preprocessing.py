@@ -39,7 +39,7 @@ class Crop(NamedTuple):
 
 IMAGENET_CROP = Crop()
 CROP_FLAGS = ("interpolation", "crop_pct", "crop_mode")
-IMAGENET_VALUES = {flag_name: getattr(IMAGENET_CROP, flag_name) for flag_name in CROP_FLAGS}
+IMAGENET_CROP_VALUES = {flag_name: getattr(IMAGENET_CROP, flag_name) for flag_name in CROP_FLAGS}
 
 
 class DataConfig(NamedTuple):
@@ -69,11 +69,11 @@ def data_config(config_record: dict[str, Any], recipe: Any = None) -> DataConfig
     Raises:
         ValueError: If the interpolation or crop mode is unknown.
     """
-    recipe_values = vars(recipe) if recipe else {}
-    given_values = {flag: recipe_values[flag] for flag in CROP_FLAGS if recipe_values.get(flag) is not None}
-    is_legacy = given_values.get("interpolation") == LEGACY
-    model_values = IMAGENET_VALUES if is_legacy else IMAGENET_VALUES | config_record
-    crop_values = model_values | given_values
+    all_flags = vars(recipe) if recipe else {}
+    flag_values = {flag: all_flags[flag] for flag in CROP_FLAGS if all_flags.get(flag) is not None}
+    is_legacy = flag_values.get("interpolation") == LEGACY
+    model_crop_values = IMAGENET_CROP_VALUES if is_legacy else IMAGENET_CROP_VALUES | config_record
+    crop_values = model_crop_values | flag_values
     interpolation, crop_pct, crop_mode = (crop_values[flag_name] for flag_name in CROP_FLAGS)
     if interpolation not in (*INTERPOLATIONS, LEGACY) or crop_mode not in CROP_MODES:
         raise ValueError(

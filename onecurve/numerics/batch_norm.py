@@ -37,7 +37,7 @@ class RunningStatistics:
         self.updated_layers = [layer for layer in self.layers if not layer.is_frozen]
         self.initial_statistics = [(layer.running_mean, layer.running_var) for layer in self.layers]
 
-    def follow(self, accelerator: Accelerator, prepared: nn.Module) -> None:
+    def register_update_hook(self, accelerator: Accelerator, prepared: nn.Module) -> None:
         """Update the statistics after micro-batch 0's forward pass. `prepared` is the unwrapped model."""
         for layer, (initial_mean, initial_var) in zip(self.layers, self.initial_statistics, strict=True):
             # DeepSpeed casts all tensors of the model, but running statistics must be fp32.

@@ -23,17 +23,17 @@ Plan = Iterable[PlanItem]  # micro-batches in order
 class Shuffled:
     """Samples with fast random access. Each epoch's order is a random permutation of all samples."""
 
-    def __init__(self, count: int):
-        self.count = count
+    def __init__(self, sample_count: int):
+        self.sample_count = sample_count
 
     def __len__(self) -> int:
-        return self.count
+        return self.sample_count
 
     def check_batch(self, batch: "Batch") -> None:
         """Accept any batch."""
 
     def order(self, seed: int, epoch: int, batch: "Batch") -> np.ndarray:
-        return order(seed, epoch, self.count)
+        return order(seed, epoch, self.sample_count)
 
 
 class Streamed:
@@ -209,10 +209,10 @@ def _scramble(x: Any) -> Any:
 
 def _hash_integers(*integers: int) -> int:
     """Return a 64-bit hash of several integers. Plain Python is faster than NumPy for a few integers."""
-    hashed = 0
+    combined_hash = 0
     for integer in integers:
-        hashed = _scramble((hashed + (integer + 1) * _GOLDEN_INCREMENT) & _UINT64_MASK)
-    return hashed
+        combined_hash = _scramble((combined_hash + (integer + 1) * _GOLDEN_INCREMENT) & _UINT64_MASK)
+    return combined_hash
 
 
 def uniforms(seed: int, epoch: int, samples: np.ndarray, count: int) -> np.ndarray:

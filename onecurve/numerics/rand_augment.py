@@ -70,15 +70,15 @@ def _plan_layer(draws: np.ndarray, h: int, w: int, strength: float) -> LayerPlan
     order = np.argsort(groups, kind="stable")
     warp_factors = np.zeros((6, len(draws)))
     directions = np.where(direction_draws < 0.5, -1.0, 1.0)
-    for warp_name, factors_of_warp in WARPS.items():
+    for warp_name, compute_factors in WARPS.items():
         is_warped = operations == OPERATIONS.index(warp_name)
-        new_factors = factors_of_warp(h, w, strength, directions[is_warped])
+        new_factors = compute_factors(h, w, strength, directions[is_warped])
         for factor_row, new_factor in zip(warp_factors, new_factors, strict=True):
             factor_row[is_warped] = new_factor
-    warped, cut_out = (order[groups[order] == GROUP_NAMES.index(name)] for name in ("Warp", "Cutout"))
-    cutout_centers = np.floor(center_draws[cut_out] * (h, w)).astype(np.int32)
+    warp_ids, cutout_ids = (order[groups[order] == GROUP_NAMES.index(name)] for name in ("Warp", "Cutout"))
+    cutout_centers = np.floor(center_draws[cutout_ids] * (h, w)).astype(np.int32)
     group_sizes = np.bincount(groups, minlength=len(GROUP_NAMES)).tolist()
-    sorted_factors = warp_factors[:, warped].astype(np.float32)
+    sorted_factors = warp_factors[:, warp_ids].astype(np.float32)
     return group_sizes, (order, np.argsort(order), sorted_factors, cutout_centers)
 
 
@@ -242,8 +242,8 @@ def _enhance_factor(strength: float) -> float:
     return 1.8 * strength + 0.1
 
 
-def _clip_to_uint8(values: Tensor) -> Tensor:
-    return values.clamp(0, 255).to(torch.uint8)
+def _clip_to_uint8(pixel_values: Tensor) -> Tensor:
+    return pixel_values.clamp(0, 255).to(torch.uint8)
 
 
 def _warped(images: Tensor, factors: Tensor) -> Tensor:

@@ -32,8 +32,8 @@ def mean_of_classes(metric: Metric, counts_by_class: np.ndarray) -> float:
     `counts_by_class`, int64 [3, classes], contains the numbers of images, predictions and correct predictions
     per class.
     """
-    assert metric.value
-    numerators, denominators = metric.value(*counts_by_class)
+    assert metric.compute
+    numerators, denominators = metric.compute(*counts_by_class)
     is_defined = denominators > 0
     return float((numerators[is_defined] / denominators[is_defined]).mean())
 
@@ -128,8 +128,8 @@ def evaluate(
     for outputs in predict_batches(accelerator, model, split, recipe, batch, mean, std, show_progress, crop):
         class_count, predicted = outputs.logits.shape[1], outputs.logits.argmax(1)
         loss_sum += exact_sum(F.cross_entropy(outputs.logits, outputs.labels, reduction="none"))
-        if metric.value and not metric.by_class:
-            metric_sum += exact_sum(metric.value(outputs.logits, outputs.labels).float())
+        if metric.compute and not metric.by_class:
+            metric_sum += exact_sum(metric.compute(outputs.logits, outputs.labels).float())
         if counts_by_class is None:
             counts_by_class = torch.zeros(3, class_count, dtype=torch.int64, device=metric_sums.device)
         if confusion is None and class_count <= MAX_CONFUSION_CLASSES:

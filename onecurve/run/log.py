@@ -16,7 +16,7 @@ from onecurve.numerics.order import Steps
 from onecurve.run.predictions import Predictions
 from onecurve.run.schemas import MetricsLine, RecipeFile, RunEvent
 from onecurve.run.state import RunState
-from onecurve.system.env import EVENTS_FILE_VARIABLE, report_event
+from onecurve.system.env import EVENTS_FILE_VARIABLE, report_to_launcher
 from onecurve.system.files import check_regular, read_lines, write_error, write_json, write_text
 from onecurve.system.progress import TrainingProgress
 from onecurve.system.text import shortened
@@ -77,7 +77,7 @@ class RunLog:
         """Report the step to launch.py at most once per second, and log the end of an interruption."""
         if time.monotonic() > self.next_report_time_s:
             self.next_report_time_s = time.monotonic() + 1
-            report_event("step", step=self.state.step)
+            report_to_launcher("step", step=self.state.step)
         if self.was_interrupted:
             self.write_entry({"resumed_at": time.time()})
             self.was_interrupted = False

@@ -25,7 +25,7 @@ from onecurve.run.predictions import Predictions
 from onecurve.run.schemas import EndEntries, Result
 from onecurve.run.starts import where_in_words, where_trained
 from onecurve.run.state import RunState
-from onecurve.system.env import report_event
+from onecurve.system.env import report_to_launcher
 from onecurve.system.files import explaining_write_errors, read_json, read_lines, sync, write_json
 from onecurve.system.output import log
 from onecurve.system.paths import ROOT, python_command, shortest
@@ -240,7 +240,7 @@ class MainRecord:
         This method ignores errors from a full disk.
         """
         self.log.progress.stop()
-        report_event("step", step=self.state.step)
+        report_to_launcher("step", step=self.state.step)
         with contextlib.suppress(OSError):
             if status != "finished":
                 write_json(self.folder / "result.json", self.current_result(status, error_message))

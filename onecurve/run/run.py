@@ -16,7 +16,7 @@ from onecurve.distributed.agreement import once
 from onecurve.distributed.watch import Preempted, watch
 from onecurve.flags.recipe import Batch, Recipe
 from onecurve.numerics.order import Steps
-from onecurve.system.env import report_event
+from onecurve.system.env import report_to_launcher
 from onecurve.system.output import log
 from onecurve.system.phase import ENDING, EVALUATION, FIRST_EVALUATION, READING, STARTING, TRAINING, now
 
@@ -281,7 +281,7 @@ class Run:
         # With the deepspeed launcher, rank 0 hosts the store that all ranks use.
         self.accelerator.wait_for_everyone()
         if self.session.main_record:
-            report_event("finished")
+            report_to_launcher("finished")
         self.has_finished = True
 
     def feed(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:

@@ -37,11 +37,11 @@ from onecurve.run.schemas import EndEntries, RecipeFile, StartLine
 from onecurve.run.session import MessageExchange, RunSession, TakeSkippedIds, TrainingMeter
 from onecurve.run.starts import add_start
 from onecurve.run.state import RunState
-from onecurve.system.env import EVENTS_FILE_VARIABLE, report_event
+from onecurve.system.env import EVENTS_FILE_VARIABLE, report_to_launcher
 from onecurve.system.files import explaining_write_errors
 from onecurve.system.output import log
 from onecurve.system.paths import ROOT
-from onecurve.system.processes import parents
+from onecurve.system.processes import ancestors
 from onecurve.system.text import some_of
 from onecurve.system.threads import Heartbeat
 
@@ -101,7 +101,7 @@ class RunSetup:
             )
             take_skipped_ids: TakeSkippedIds = list
             if isinstance(recipe, ImageRecipe):
-                from onecurve.data.workers import skipped as take_skipped_ids
+                from onecurve.data.workers import skipped_ids as take_skipped_ids
             exchange = MessageExchange(self.main_record, telemetry, recipe.timeout_s, take_skipped_ids)
             self._report_start(exchange, state.step)
             meter = TrainingMeter(accelerator, self.batch, recipe.log_samples)
@@ -373,7 +373,7 @@ class RunSetup:
         if recipe_file:
             location: dict[str, Any] = {"folder": str(recipe_file.parent), "in_s3": bool(self.recipe.s3)}
             location["is_shared"] = is_shared
-            report_event("began", step=step, processes=self.batch.processes, **location)
+            report_to_launcher("began", step=step, processes=self.batch.processes, **location)
 
 
 def _has_content(file: Path, content: bytes) -> bool:
@@ -452,16 +452,16 @@ def _user_command() -> list[str]:
     """
     flags = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
     command = ["python", sys.argv[0], *flags]
-    for parent in parents():
-        parent_words = parent.words[1:]
-        contains_script = any(Path(word).name == Path(sys.argv[0]).name for word in parent_words)
-        ends_with_flags = parent_words[len(parent_words) - len(flags) :] == flags
-        if contains_script and ends_with_flags and parent.launcher(within=3):
-            is_installed_program = parent.launcher(within=2) not in ("", "launch.py")
+    for ancestor in ancestors():
+        ancestor_words = ancestor.words[1:]
+        contains_script = any(Path(word).name == Path(sys.argv[0]).name for word in ancestor_words)
+        ends_with_flags = ancestor_words[len(ancestor_words) - len(flags) :] == flags
+        if contains_script and ends_with_flags and ancestor.launcher(within=3):
+            is_installed_program = ancestor.launcher(within=2) not in ("", "launch.py")
             if is_installed_program:
-                command = [Path(parent_words[0]).name, *parent_words[1:]]
+                command = [Path(ancestor_words[0]).name, *ancestor_words[1:]]
             else:
-                command = ["python", *parent_words]
+                command = ["python", *ancestor_words]
     return command
 
 

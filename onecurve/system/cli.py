@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from onecurve.system.env import rank, report_event
+from onecurve.system.env import rank, report_to_launcher
 from onecurve.system.paths import ROOT
 from onecurve.system.text import safe_message
 
@@ -160,7 +160,7 @@ def settle_environment() -> None:
 def tell_launchers(message: str) -> None:
     """Report this process's error message to all launchers as the cause of the job's failure."""
     tell_torchrun(message)
-    report_event("failed", message=message)
+    report_to_launcher("failed", message=message)
 
 
 def tell_torchrun(message: str) -> None:

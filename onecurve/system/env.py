@@ -88,10 +88,10 @@ def is_on(variable: str, env: Mapping[str, str] = os.environ) -> bool:
     return env.get(variable, "").lower() == "true"
 
 
-def report_event(event_type: str, **facts: Any) -> None:
+def report_to_launcher(event_type: str, **event_fields: Any) -> None:
     """Append an event to the event file on this host if launch.py started the job."""
     if events_file := os.environ.get(EVENTS_FILE_VARIABLE):
-        event_line = json.dumps({"event": event_type} | facts) + "\n"
+        event_line = json.dumps({"event": event_type} | event_fields) + "\n"
         # Write each line with a single system call, because several processes append to the file.
         buffer_size = len(event_line) + 1
         with contextlib.suppress(OSError), open(events_file, "a", buffering=buffer_size) as event_stream:

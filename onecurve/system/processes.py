@@ -51,7 +51,7 @@ LIMITED_MEMORY_MESSAGES = (
 )
 
 
-class Parent(NamedTuple):
+class Ancestor(NamedTuple):
     """Ancestor of this process, with its command line."""
 
     process: psutil.Process  # the ancestor
@@ -75,16 +75,16 @@ class Parent(NamedTuple):
 
 
 @cache
-def parents() -> list[Parent]:
+def ancestors() -> list[Ancestor]:
     """Return this process's ancestors at the time of the first call, starting with the parent.
 
     The list is never empty.
     """
-    ancestors = [Parent(psutil.Process(), [""])]
+    process_and_ancestors = [Ancestor(psutil.Process(), [""])]
     with contextlib.suppress(psutil.Error):  # raised if an ancestor ends during the query
-        while parent_process := ancestors[-1].process.parent():
-            ancestors.append(Parent(parent_process, parent_process.cmdline() or [""]))
-    return ancestors[1:] or ancestors
+        while parent_process := process_and_ancestors[-1].process.parent():
+            process_and_ancestors.append(Ancestor(parent_process, parent_process.cmdline() or [""]))
+    return process_and_ancestors[1:] or process_and_ancestors
 
 
 def launchers() -> list[psutil.Process]:
@@ -93,8 +93,8 @@ def launchers() -> list[psutil.Process]:
     Shells and tests are excluded because they may end earlier than the launcher. The `deepspeed` command runs
     two launcher processes.
     """
-    launcher_parents = takewhile(lambda parent: parent.launcher(within=4), parents())
-    return [parent.process for parent in launcher_parents]
+    launcher_ancestors = takewhile(lambda ancestor: ancestor.launcher(within=4), ancestors())
+    return [ancestor.process for ancestor in launcher_ancestors]
 
 
 def is_orphan() -> bool:
@@ -104,9 +104,9 @@ def is_orphan() -> bool:
     a container without an init process, a running launcher is PID 1. This function recognizes a launcher by
     the command line, because torchrun renames its main thread.
     """
-    first_parent, *_ = parents()  # parents() may have run before or after the launcher died
-    program_name = Path(first_parent.words[0]).name
-    is_pid_1_launcher = first_parent.process.pid == 1 and program_name.startswith(("python", "bash", "sh"))
+    parent, *_ = ancestors()  # ancestors() may have run before or after the launcher died
+    program_name = Path(parent.words[0]).name
+    is_pid_1_launcher = parent.process.pid == 1 and program_name.startswith(("python", "bash", "sh"))
     was_launched = any(variable in os.environ for variable in LAUNCHER_VARIABLES)
     return os.getppid() == 1 and not is_pid_1_launcher and was_launched
 
@@ -135,10 +135,11 @@ def accelerate_config() -> dict[str, Any]:
     """Return the content of `accelerate launch`'s config file (--config_file or the default), or {}."""
     from accelerate.commands.config.config_args import default_config_file
 
-    for parent in parents():
-        if parent.launcher().startswith("accelerate"):
+    for ancestor in ancestors():
+        if ancestor.launcher().startswith("accelerate"):
             with contextlib.suppress(psutil.Error):
-                config_path = Path(parent.process.cwd(), parent.flag("config[_-]file") or default_config_file)
+                config_flag = ancestor.flag("config[_-]file")
+                config_path = Path(ancestor.process.cwd(), config_flag or default_config_file)
                 return read_yaml("--config_file", config_path) if config_path.is_file() else {}
     return {}  # `accelerate launch` did not start this process, or is hidden
 

@@ -87,7 +87,7 @@ def call_at_overflow(zero_optimizer: Any, report_overflow: Callable[[], None]) -
     zero_optimizer._update_scale = update_scale_and_report
 
 
-def fragment(parameter: Any) -> tuple[int, int, int] | None:
+def parameter_fragment(parameter: Any) -> tuple[int, int, int] | None:
     """Return the position of this process's fragment within a ZeRO-1 or ZeRO-2 parameter.
 
     DeepSpeed's public functions read and write only entire parameters.

@@ -68,7 +68,7 @@ def test_the_first_evaluation_split_is_used_and_the_others_are_reported(tmp_path
     splits = ("train", "test", "valid", "val")
     root = put(tmp_path / "pets", *(f"{split}/{c}/1.png" for split in splits for c in ("cat", "dog")))
     prepared = prepare_with(root, tmp_path / "cache")
-    assert prepared.left_out == "valid/ (val/ is used instead)"
+    assert prepared.ignored_files_note == "valid/ (val/ is used instead)"
     images = open_images(Path(prepared.folder))
     assert (images.val.images[0] == decode_image((root / "val/cat/1.png").read_bytes())).all()
     assert (images.test.images[0] == decode_image((root / "test/cat/1.png").read_bytes())).all()
@@ -88,7 +88,8 @@ def test_a_class_may_have_the_name_of_a_split(name, tmp_path):
 
 def test_class_folders_next_to_a_split_are_reported(tmp_path):
     root = put(tmp_path / "a", *(f"{c}/{k}.png" for c in ("bus", "car", "train/i", "train/t") for k in "123"))
-    assert prepare_with(root, tmp_path / "cache", holdout=0.5).left_out == "bus/, car/ (train/ is a split)"
+    prepared = prepare_with(root, tmp_path / "cache", holdout=0.5)
+    assert prepared.ignored_files_note == "bus/, car/ (train/ is a split)"
     # Layout of the dogs-vs-cats data set
     with pytest.raises(ValueError, match=r"train contains no class folders\. .*treated as a split"):
         list_splits(put(tmp_path / "c", "train/cat.1.png", "test1/1.png"), IgnoredFiles())
@@ -144,7 +145,7 @@ def test_other_files_are_counted_and_do_not_block(tmp_path):
     images = open_images(Path(prepared.folder))
     # Class a contains 1.png, deep/2.png, out/more/7.png and twin.png, and class b contains 1.png.
     assert len(images.train) == 5
-    assert sorted(prepared.left_out.split(", ")) == [
+    assert sorted(prepared.ignored_files_note.split(", ")) == [
         *("1 .html", "1 .psd", "1 dangling links", "1 without an extension", "2 .txt"),
         *("2 special files", "3 outside class folders"),
     ]
@@ -184,7 +185,7 @@ def test_data_with_one_class_can_be_evaluated_but_not_trained(layout, tmp_path):
         root = data_set(root, layout, names=["ox"], labels=[0] * 4, train=4, val=4)
     recipe = ImageRecipe(data=str(root), cache_dir=str(tmp_path / "cache"), holdout=None)
     accelerator = Accelerator(cpu=True)
-    images = load(accelerator, recipe, is_evaluated=True)
+    images = load(accelerator, recipe, is_evaluation_only=True)
     assert (images.classes, len(images.val)) == (("ox",), 4)
     with pytest.raises(
         ValueError,
@@ -345,7 +346,7 @@ def test_an_empty_class_folder_is_ignored_and_reported(tmp_path):
         (root / name).mkdir()
     (root / "train/c/notes.txt").touch()
     prepared = prepare_with(root, tmp_path / "cache")
-    assert prepared.left_out == "1 .txt, train/c/, val/a_new_one/ without images"
+    assert prepared.ignored_files_note == "1 .txt, train/c/, val/a_new_one/ without images"
     assert open_images(Path(prepared.folder)).classes == ("a", "b")
     put(root, "val/c/1.png")
     with pytest.raises(ValueError, match="val contains classes that are not in train: c"):

@@ -53,7 +53,8 @@ def test_two_lists_of_classes(case):
     match = match_classes(model, data)
     assert match.labels.dtype == np.int64
     assert match.labels.tolist() == labels
-    assert (len(match.known), match.unknown, match.absent) == (known, tuple(unknown), tuple(absent))
+    assert len(match.known_classes) == known
+    assert (match.unknown_classes, match.absent) == (tuple(unknown), tuple(absent))
     assert match.is_identity == (labels == list(range(len(model or data))))
     assert match.is_permutation == (not unknown and not absent)
     assert sentence is None or match.describe("D", "M") == sentence

@@ -368,7 +368,7 @@ def test_a_broken_image_is_skipped(tmp_path, capsys):
     for _, _, pixels, _ in batches:
         assert pixels.flatten(1).float().std(1).min() > 0  # No returned image is uninitialized or blank
     assert torch.equal(batches[0][2][1], batches[0][2][3])
-    assert workers.skipped() == [3, 4, 9]
+    assert workers.skipped_ids() == [3, 4, 9]
     assert capsys.readouterr().err.count("skipped: ") == 3
     with pytest.raises(
         ValueError, match=r"none of the 2 images in a micro-batch can be decoded: .*key train_3"

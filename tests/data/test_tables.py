@@ -111,7 +111,8 @@ def test_parquet_among_class_folders_is_ignored(tmp_path):
     for file in ("about.parquet", "train/rows.parquet"):
         write_parquet(tmp_path / file, [PNG], [0], ["cat"])
     prepared = prepare_with(tmp_path, tmp_path / "cache")
-    assert (open_images(Path(prepared.folder)).classes, prepared.left_out) == (("a", "b"), "1 .parquet")
+    classes = open_images(Path(prepared.folder)).classes
+    assert (classes, prepared.ignored_files_note) == (("a", "b"), "1 .parquet")
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ def test_a_folder_of_save_to_disk(hub_data, tmp_path):
     (tmp_path / "saved").rename(root)
     prepared = prepare_with(root, tmp_path / "cache")
     assert_are_hub_data(open_images(Path(prepared.folder)))
-    assert (prepared.left_out, len(open_images(Path(prepared.folder)).test)) == ("", 2)
+    assert (prepared.ignored_files_note, len(open_images(Path(prepared.folder)).test)) == ("", 2)
     (tmp_path / "elsewhere").mkdir()
     moved = root.rename(tmp_path / "elsewhere" / root.name)
     assert str(prepare_data(str(moved), tmp_path / "cache")) == prepared.folder
@@ -245,7 +246,7 @@ def test_labels_need_little_memory(tmp_path):
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert (classes, labels["train"].row_counts) == (tuple(words), [("t", count)])
-        assert (labels["train"].numbers == numbers).all()
+        assert (labels["train"].labels == numbers).all()
         assert peak < 50 * count
 
 
@@ -299,7 +300,7 @@ def test_chosen_columns_absolute_paths_and_a_second_held_out_split(tmp_path):
     path = write_list(tmp_path, "\n".join(["a,b,c,split", *rows]))
     prepared = prepare_with(path, tmp_path / "cache", image_column="a", label_column="c")
     images = open_images(Path(prepared.folder))
-    assert (images.classes, prepared.left_out) == (("8", "9", "10"), "")
+    assert (images.classes, prepared.ignored_files_note) == (("8", "9", "10"), "")
     splits = (images.train, images.val, images.test)
     assert [split.labels.tolist() for split in splits] == [[2, 1, 0], [1], [0]]
 
@@ -318,7 +319,7 @@ def test_hub_metadata_in_the_folder_of_each_split(ending, tmp_path):
         (tmp_path / split / f"metadata.{ending}").write_text(text)
     (tmp_path / "test" / "metadata.csv").write_text("file_name\nimg/0.png\n")
     prepared = prepare_with(tmp_path, tmp_path / "cache")
-    assert prepared.left_out == "test/ without labels"
+    assert prepared.ignored_files_note == "test/ without labels"
     images = open_images(Path(prepared.folder))
     assert (images.classes, images.val_name) == (tuple(sorted(images.classes)), "val")
     assert images.train.labels.tolist() == images.val.labels.tolist() == [1, 0, 1, 0]

@@ -10,7 +10,7 @@ from onecurve.distributed import accelerator, devices, precision
 from onecurve.distributed.devices import check_devices
 from onecurve.flags.recipe import share_out
 from onecurve.run.ending import is_out_of_memory, out_of_memory_message
-from onecurve.system.processes import Parent
+from onecurve.system.processes import Ancestor
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +111,7 @@ def test_accelerates_default_precision_with_a_deepspeed_file(
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", fields)
-    monkeypatch.setattr(precision, "parents", lambda: [Parent(None, parent.split())])
+    monkeypatch.setattr(precision, "ancestors", lambda: [Ancestor(None, parent.split())])
     assert precision.chosen_precision(None) == expected
     assert ("training in bf16" in capsys.readouterr().out) == is_reported
 

@@ -17,7 +17,7 @@ from onecurve.distributed.accelerator import start
 from onecurve.flags.recipe import Recipe, usable_processes
 from onecurve.run.folder import count_restarts
 from onecurve.system.files import write_json
-from onecurve.system.processes import Parent
+from onecurve.system.processes import Ancestor
 from tests.checkpoint.test_checkpoints import LONG
 from tests.conftest import (
     SLOW_STEP,
@@ -60,7 +60,7 @@ def test_most_hosts(variables, hosts, processes, agent):
 @pytest.mark.parametrize(("flags", "hosts"), rows_of("most hosts of torchrun"))
 def test_most_hosts_of_torchruns_command_line(flags, hosts, agent, monkeypatch):
     agent()
-    monkeypatch.setattr(rendezvous, "parents", lambda: [Parent(None, ["python", "torchrun", *flags])])
+    monkeypatch.setattr(rendezvous, "ancestors", lambda: [Ancestor(None, ["python", "torchrun", *flags])])
     assert rendezvous.most_hosts() == hosts
 
 
@@ -77,7 +77,9 @@ def test_the_micro_batch_does_not_depend_on_the_number_of_hosts(agent):
 def test_launch_py_receives_the_trained_micro_batch(agent, monkeypatch):
     """Check that all rounds use the micro-batch size of two hosts. Three hosts can't share the batch."""
     reported = []
-    monkeypatch.setattr(rendezvous, "report_event", lambda _, **facts: reported.append(facts["per_device"]))
+    monkeypatch.setattr(
+        rendezvous, "report_to_launcher", lambda _, **facts: reported.append(facts["per_device"])
+    )
     for processes in ("3", "2"):
         agent(LAUNCH_MOST_HOSTS="3", WORLD_SIZE=processes, LOCAL_WORLD_SIZE="1")
         with contextlib.suppress(ValueError):

@@ -3,7 +3,7 @@
 import io
 from types import SimpleNamespace
 
-from onecurve.system.env import EVENTS_FILE_VARIABLE, EventReader, report_event
+from onecurve.system.env import EVENTS_FILE_VARIABLE, EventReader, report_to_launcher
 from tools.launch.agent import _send_new_events
 from tools.launch.hosts import EVENT_MARK, Connection, event_line, read_requests
 
@@ -11,13 +11,14 @@ from tools.launch.hosts import EVENT_MARK, Connection, event_line, read_requests
 def test_events_are_read_once_each(tmp_path, monkeypatch):
     file = tmp_path / "events"
     reader = EventReader(file)
-    report_event("exit", status=1)  # Without the environment variable, report() does nothing
+    # Without the environment variable, report_to_launcher() does nothing.
+    report_to_launcher("exit", status=1)
     assert reader.read_new_events() == []
     monkeypatch.setenv(EVENTS_FILE_VARIABLE, str(file))
-    report_event("step", step=1)
+    report_to_launcher("step", step=1)
     assert reader.read_new_events() == [{"event": "step", "step": 1}]
     assert reader.read_new_events() == []
-    report_event("step", step=2)
+    report_to_launcher("step", step=2)
     with open(file, "a") as half:
         half.write('{"event": "st')
     assert [event["step"] for event in reader.read_new_events()] == [2]
@@ -29,8 +30,8 @@ def test_events_are_read_once_each(tmp_path, monkeypatch):
 def test_the_agent_keeps_statuses_and_passes_the_other_events_on(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv(EVENTS_FILE_VARIABLE, str(tmp_path / "events"))
     for status in (0, 75, 75):
-        report_event("exit", status=status)
-    report_event("notice", until="12:00")
+        report_to_launcher("exit", status=status)
+    report_to_launcher("notice", until="12:00")
     statuses = set()
     _send_new_events(EventReader(tmp_path / "events"), statuses)
     assert statuses == {0, 75}

@@ -85,7 +85,7 @@ def open_trained(
         remedy = "Pass --data FOLDER with some of the images."
         raise ValueError(f"{trained_model.name} does not record the path of the training data. {remedy}")
     script, recipe, _ = open_script(trained_model, script_file, words)
-    cached_data = prepare_cache(recipe, lambda: None, is_evaluated=True)
+    cached_data = prepare_cache(recipe, lambda: None, is_evaluation_only=True)
     data_images = open_images(Path(cached_data.folder), recipe)
     class_match = match_classes(trained_model.names or trained_model.classes, data_images.classes)
     class_match.refuse_unknown(recipe.data, trained_model.name)

@@ -127,14 +127,14 @@ def list_images_by_class(root: Path, ignored_files: IgnoredFiles | None = None) 
         class_name: [f"{class_name}/{path}" for path in paths]
         for class_name, paths in list_classes(root, ignored_files).items()
     }
-    if link := ignored_files.first.get(DANGLING_LINKS):
+    if link := ignored_files.first_path_by_reason.get(DANGLING_LINKS):
         raise ValueError(f"{link} is a dangling link. Fix or remove the link.")
     if len(paths_by_class) < 2 and (class_list := _find_class_list(root)):
         paths_by_class = _group_images_by_list(root, list_images(root, IgnoredFiles()), class_list)
         del ignored_files.counts[OUTSIDE_CLASSES]
     paths_by_class = drop_empty_classes("", paths_by_class, ignored_files)
     if not paths_by_class:
-        if OUTSIDE_CLASSES in ignored_files.first:
+        if OUTSIDE_CLASSES in ignored_files.first_path_by_reason:
             remedy = f"Put {KAGGLE_LIST}, which lists the classes of the images, next to the folder."
             raise ValueError(f"{root} contains images outside class folders. {remedy}")
         raise ValueError(f"{root} contains no images ({' '.join(IMAGE_EXTENSIONS)})")
@@ -363,10 +363,10 @@ class ParquetFolder(OriginalImages):
             self.bytes_by_part[split], self.version_by_part[split] = size_and_version(folder, names)
 
     def read_classes(self) -> None:
-        class_names, labels = read_labels(self.tables_by_split, DEFAULT_COLUMNS, lambda: None)
+        class_names, labels_by_split = read_labels(self.tables_by_split, DEFAULT_COLUMNS, lambda: None)
         self.classes = [{"wnid": name, "name": name} for name in class_names]
         self.label_functions = {
-            split: partial(_label_in_row, labels[split].numbers) for split in self.tables_by_split
+            split: partial(_label_in_row, labels_by_split[split].labels) for split in self.tables_by_split
         }
 
     @contextlib.contextmanager

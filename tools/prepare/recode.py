@@ -76,7 +76,7 @@ def format_to_convert(image: RawImage) -> str | None:
     if image.encoded.startswith(PNG_MAGIC_BYTES) and not image.name.lower().endswith(".png"):
         return "PNG"
     frame = jpeg_frame(image.encoded)
-    return "CMYK" if frame is not None and frame.components == 4 else None
+    return "CMYK" if frame is not None and frame.component_count == 4 else None
 
 
 def _decode_upright(encoded: bytes):
