@@ -110,8 +110,8 @@ def print_findings(hosts: list[Host], checks: Checks, findings: list[Finding]) -
             label = "warning" if is_warning else "FAILS"
             console.print(escape(f"{label} [{code}] {finding.host}: {finding.what}"), soft_wrap=True)
         console.print(escape(f"    {FINDINGS[code]['remedy']}"), soft_wrap=True)
-    for note in checks.notes:
-        console.print(escape(note), soft_wrap=True)
+    for remark in checks.remarks:
+        console.print(escape(remark), soft_wrap=True)
     fails = sum(finding.fails for finding in findings)
     summary = f"The job would fail: {fails} of {len(findings)} findings are failures."
     console.print(summary if fails else "The doctor found no problem that would make the job fail.")

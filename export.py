@@ -60,7 +60,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix=".export-", dir=folder.parent) as scratch:
         part = Path(scratch) / folder.name
         exported = tool.open_trained(flags.model, flags.which, flags.script, words, Path(scratch), SAMPLE)
-        print(f"exporting {exported.trained.name}", flush=True)
+        print(f"exporting {exported.trained_model.name}", flush=True)
         part.mkdir()
         config = tool.write_model(exported, part)
         tool.check_reloaded(exported, part)
@@ -68,7 +68,7 @@ def main() -> int:
             tool.write_onnx(exported, config, part / "model.onnx")
             tool.check_onnx(exported, part / "model.onnx", ONNX_BOUND)
         if flags.push:
-            write_curves(run_folder(exported.trained.weights), part / "runs" / exported.script.__name__)
+            write_curves(run_folder(exported.trained_model.weights), part / "runs" / exported.script.__name__)
         (part / "README.md").write_text(model_card(folder.name, exported, config), encoding="utf-8")
         if folder.exists():
             folder.rmdir()

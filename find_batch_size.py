@@ -45,7 +45,7 @@ from onecurve.system.cli import check_positive, command_parser, config_file, run
 from onecurve.system.files import read_json, read_lines, read_yaml, write_json
 from onecurve.system.paths import ROOT
 from onecurve.system.text import numbered
-from tools.batch_size.largest import LaunchResult, knee, launch_limited, next_batch_size
+from tools.batch_size.largest import LaunchResult, knee_size, launch_limited, next_batch_size
 from tools.launch.hosts import read_hostfile
 
 STEPS = 7
@@ -255,17 +255,18 @@ class BatchSearch:
             words = [sys.executable, *launcher, *self._words(size, run)]
             limit_gib = None if self.on_gpu else self.limit_gib
             launch = launch_limited(words, limit_gib, self.flags.trial_timeout_s)
-            if launch.status == 0:
+            if launch.exit_status == 0:
                 return self._read(size, launch, run), 0
         lines = launch.output.splitlines()
         self.shown = "\n".join([shlex.join(words), *lines[-SHOWN:]])
         if launch.is_out_of_memory:
-            return Trial(size, OUT_OF_MEMORY, launch.seconds), 0
+            return Trial(size, OUT_OF_MEMORY, launch.duration_s), 0
         if match := re.search(r"is more than the (\d+) training images", launch.output):
-            return Trial(size, TOO_LARGE, launch.seconds), int(match[1])
+            return Trial(size, TOO_LARGE, launch.duration_s), int(match[1])
         print(self.shown, file=sys.stderr)
-        reason = next((line.strip() for line in lines if "error: " in line), f"exit status {launch.status}")
-        if launch.status is None:
+        errors = (line.strip() for line in lines if "error: " in line)
+        reason = next(errors, f"exit status {launch.exit_status}")
+        if launch.exit_status is None:
             reason = f"the trial did not end within --trial_timeout_s {self.flags.trial_timeout_s:g}"
         raise ValueError(f"the trial with {size} images per process failed: {reason}")
 
@@ -314,7 +315,7 @@ class BatchSearch:
         lines = read_lines(run / "metrics.jsonl")
         speeds = [line["train/images_per_s"] for line in lines if "train/images_per_s" in line]
         outcome = IN_MARGIN if self.margin and memory_gib > self.usable_gib else RAN
-        return Trial(size, outcome, launch.seconds, memory_gib, statistics.median(speeds[UNTIMED:]))
+        return Trial(size, outcome, launch.duration_s, memory_gib, statistics.median(speeds[UNTIMED:]))
 
     @property
     def usable_gib(self) -> float:
@@ -335,7 +336,7 @@ class BatchSearch:
             "margin": self.margin,
             "answer": answer,
             "limited_by": "memory" if is_memory_full else "data",
-            "knee": knee(speeds),
+            "knee": knee_size(speeds),
             "trials": [asdict(trial) for trial in self.trials],
         }
         write_json(self.output, report)

@@ -90,9 +90,9 @@ def add_runs(flags: argparse.Namespace) -> list[Path]:
 
 def write_run(logbook: Path, run: RunRecord) -> Path:
     # The run's first start determines the page, so that a run keeps its page when its strategy changes.
-    first = run.kept_starts[0].settings if run.kept_starts else run.facts
+    first = run.kept_starts[0].settings if run.kept_starts else run.result_values
     strategy = file_name(first.get("strategy", "unknown"))
-    script = file_name(run.facts.get("script", "unknown"))
+    script = file_name(run.result_values.get("script", "unknown"))
     stem = run.folder.resolve().name.removeprefix(f"{strategy}_")
     folder = logbook / script / strategy
     page = free_page(folder, file_name(stem), run.identity)
@@ -109,14 +109,15 @@ def compare_runs(flags: argparse.Namespace) -> list[Path]:
         page = folder / f"{file_name(flags.name)}.md"
     else:
         names = "_".join(name.replace(" ", "") for name in comparison.names)
-        page = free_page(folder, file_name(f"{runs[0].facts.get('script', 'unknown')}_{names}"), identity)
+        script = runs[0].result_values.get("script", "unknown")
+        page = free_page(folder, file_name(f"{script}_{names}"), identity)
     figures.draw_comparison(comparison, page.with_suffix(".png"))
     marks = {f"../{path.relative_to(flags.folder)}": read_mark(path) for path in run_pages(flags.folder)}
     links = [
         next((link for link, mark in marks.items() if is_same(mark, run.identity)), None) for run in runs
     ]
     text = compare_page.comparison_page(comparison, f"{page.stem}.png", links)
-    return [write_page(page, {"title": compare_page.title(comparison)} | identity, text)]
+    return [write_page(page, {"title": compare_page.page_title(comparison)} | identity, text)]
 
 
 # --- Pages and their first lines
@@ -171,7 +172,7 @@ def write_index(logbook: Path) -> Path:
     runs = {page: mark for page, mark in marks.items() if "run" in mark}
     comparisons = {page: mark["title"] for page, mark in marks.items() if "runs" in mark}
     logbook.mkdir(parents=True, exist_ok=True)
-    write_text(logbook / "README.md", run_page.index(runs, comparisons))
+    write_text(logbook / "README.md", run_page.index_page(runs, comparisons))
     return logbook / "README.md"
 
 

@@ -33,7 +33,7 @@ def main() -> int:
 
     cluster = cluster_of(flags.hosts, flags.gpus, flags.gpu, flags.network_gb_s)
     plan = Planning(flags.script, cluster)
-    print(plan.summary, plan.links, TABLE_ROW.format(*TABLE_HEAD), sep="\n", flush=True)
+    print(plan.summary, plan.link_speeds, TABLE_ROW.format(*TABLE_HEAD), sep="\n", flush=True)
     lines, tasks = list[PlanLine](), [""]
     candidates = plan.candidates(tasks.append)
     out = None if sys.stdout.isatty() else sys.stdout  # because a progress bar replaces sys.stdout
@@ -45,13 +45,13 @@ def main() -> int:
 
     try:
         while candidate := run_with_heartbeat(lambda: next(candidates, None), show_progress):
-            lines.append(plan.line(*candidate))
+            lines.append(plan.plan_line(*candidate))
             display.print(str(lines[-1]), out)
     finally:
         display.stop()
     print(plan.recommendation(lines))
     if flags.output:
-        write_json(flags.output, plan.facts | {"lines": [asdict(line) for line in lines]})
+        write_json(flags.output, plan.json_header | {"lines": [asdict(line) for line in lines]})
         print(flags.output)
     return 0
 

@@ -47,7 +47,12 @@ from onecurve.distributed.watch import Preempted, watch
 from onecurve.flags.recipe import parse, setting
 from onecurve.system.files import write_bytes, write_csv, write_text
 from onecurve.system.text import plural, printable
-from tools.inference.inference import Inference, preprocessing_of, record_head_inputs, without_local_rank
+from tools.inference.inference import (
+    InferenceSettings,
+    preprocessing_of,
+    record_head_inputs,
+    without_local_rank,
+)
 from tools.inference.pictures import Pictures, Preprocessing, find_pictures, picture_batches
 
 # Data sets whose images are not cropped if the checkpoint does not record cropping
@@ -59,7 +64,7 @@ Row = dict[str, Any]  # dict with file, classes and probabilities (most likely c
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction(Inference):
+class Prediction(InferenceSettings):
     """Command-line flags of predict.py."""
 
     usage: ClassVar[str] = "%(prog)s MODEL IMAGE... [flags]"
@@ -87,7 +92,7 @@ def main() -> None:
     flags, location, names = parse_flags(sys.argv[1:])
     accelerator, _ = flags.start()
     look = partial(find_pictures, names)  # only one process reads stdin
-    with flags.trained(accelerator, location, look) as (trained, files, _):
+    with flags.opened_model(accelerator, location, look) as (trained, files, _):
         step = "" if trained.step is None else f", step {trained.step:,}"
         split = "holdout" if (trained.recipe or {}).get("holdout") else "val"
         accuracy = "" if trained.accuracy is None else f", {split} accuracy {trained.accuracy:.4f}"

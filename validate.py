@@ -57,7 +57,7 @@ from onecurve.system.cli import underscores
 from onecurve.system.files import refuse_link, sha256_of
 from tools.inference import report as reports
 from tools.inference.inference import (
-    Inference,
+    InferenceSettings,
     evaluated_split,
     pixels_of,
     preprocessing_of,
@@ -67,7 +67,7 @@ from tools.inference.report import TOP_CLASSES, Rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class Validation(Inference):
+class Validation(InferenceSettings):
     """Command-line flags of validate.py. All other flags belong to the script that trained the model."""
 
     usage: ClassVar[str] = "%(prog)s MODEL [flags] [flags of the train script]"
@@ -97,7 +97,7 @@ class Validation(Inference):
 def main() -> None:
     flags, words = parse_flags(sys.argv[1:])
     accelerator, batch = flags.start()
-    with flags.trained(accelerator, flags.checkpoint or "") as (trained, _, scratch):
+    with flags.opened_model(accelerator, flags.checkpoint or "") as (trained, _, scratch):
         trained = for_its_data(accelerator, flags, trained, words)
         script, recipe = script_and_recipe(accelerator, flags, trained, words)
         images = load(accelerator, recipe, is_evaluation_only=True)
@@ -148,7 +148,7 @@ def main() -> None:
             reports.print_report(summary, title)
             pictures = pixels_of(split, worst, recipe, preprocessing.crop).numpy()
             reports.write_report(folder, summary, rows, name_of, pictures, title)
-            print(*(folder / name for name in reports.FILES), sep="\n")
+            print(*(folder / name for name in reports.REPORT_FILES), sep="\n")
 
         flags.finish(accelerator, report)
 

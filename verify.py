@@ -45,8 +45,8 @@ def main() -> int:
     for interval in run.intervals:
         print(f"replaying {interval} of {run.last_step:,}", flush=True)
         outcomes.append(run.replay(interval))
-        print(run.describe(outcomes[-1]), flush=True)
-    return run.conclude(contradictions, outcomes)
+        print(run.describe_outcome(outcomes[-1]), flush=True)
+    return run.print_verdict(contradictions, outcomes)
 
 
 def parse_flags(argv: list[str]) -> argparse.Namespace:

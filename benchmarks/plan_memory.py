@@ -81,7 +81,7 @@ def _traced(config_file: str, processes: int, words: list[str]) -> int:
     size = batch // processes
     command = [sys.executable, "-m", "benchmarks.plan_memory", "--trace", config_file, processes, 1, size, 0]
     command += words
-    return json.loads(_output(command).splitlines()[-1])["peaks"][str(size)]["Total"]
+    return json.loads(_output(command).splitlines()[-1])["peak_bytes"][str(size)]["Total"]
 
 
 def trace_over_gloo() -> None:

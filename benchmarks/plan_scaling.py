@@ -64,7 +64,7 @@ def speed(plan: Planning, candidate: Candidate) -> tuple[float, float]:
     speeds = []
     for graph in (False, None):
         plan.recipe = replace(plan.recipe, step_graph=graph)
-        speeds.append(plan.line(*candidate).images_per_s or 0.0)
+        speeds.append(plan.plan_line(*candidate).images_per_s or 0.0)
     return speeds[0], speeds[1]
 
 

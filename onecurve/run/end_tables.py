@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from onecurve.checkpoint.format import EMA_FILE, MODEL_FILE, step_name
 from onecurve.flags.recipe import METRICS
 from onecurve.run.schemas import RecipeFile, Result
-from onecurve.run.starts import where_in_words
+from onecurve.run.starts import hardware_in_words
 from onecurve.system.files import read_json, read_lines
 from onecurve.system.paths import ROOT, python_command, shortest
 
@@ -35,7 +35,7 @@ def print_result(folder: Path, chance_accuracy: float | None) -> None:
     recipe_file = cast(RecipeFile, read_json(folder / "recipe.json"))
     log_entries = read_lines(folder / "metrics.jsonl")
     console = Console(markup=False, highlight=False)
-    table_title = f"{result['script']}, {where_in_words(folder, result)}"
+    table_title = f"{result['script']}, {hardware_in_words(folder, result)}"
     console.print(_result_table(table_title, result, recipe_file["unit"], chance_accuracy))
     weight_table, recommended_file = _weight_table(folder, result, log_entries)
     console.print(weight_table)

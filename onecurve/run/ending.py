@@ -53,7 +53,7 @@ def end_preempted(session: RunSession, local_reason: str) -> None:
     # A single-process job may stop in the middle of a step, while it waits for a shard. An unfinished step
     # is discarded.
     try:
-        session.flush()
+        session.write_newest_snapshot()
     except (FloatingPointError, ValueError):
         if main_record:
             main_record.close("failed")

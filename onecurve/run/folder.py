@@ -138,7 +138,7 @@ class RunFolder:
                 # A different job continues a run whose name differs from this job's usual names.
                 is_other_jobs_run = not folder.name.startswith(usual_names)
                 is_folder_given = Path(recipe.output_dir or ANY_FOLDER_NAME).name != ANY_FOLDER_NAME
-                if is_folder_given or not (is_other_jobs_run or why_other_run(error.owner, recipe)):
+                if is_folder_given or not (is_other_jobs_run or why_other_run(error.owner_record, recipe)):
                     raise
         raise AssertionError("folder numbers are unlimited")
 

@@ -14,7 +14,7 @@ from onecurve.distributed.job_accelerator import JobAccelerator
 from onecurve.distributed.rendezvous import most_hosts, most_processes
 from onecurve.flags.fields import REMOVED_FLAGS, flags_where, without_removed_flags
 from onecurve.flags.recipe import Batch, Recipe, recipe_part
-from onecurve.run.starts import comparable
+from onecurve.run.starts import normalised_value
 from onecurve.system.files import json_lines, read_json
 
 
@@ -76,7 +76,7 @@ def recipe_differences(recorded_flags: dict[str, Any], recipe: Recipe) -> list[s
     ]
     for name, current_value in current_flags.items():
         recorded_value, is_path = recorded_flags[name], name in path_flags
-        has_changed = comparable(recorded_value, is_path) != comparable(current_value, is_path)
+        has_changed = normalised_value(recorded_value, is_path) != normalised_value(current_value, is_path)
         if has_changed and name not in recipe.allow_changed:
             differences.append(f"--{name} was {recorded_value}, now {current_value}")
     return differences

@@ -35,11 +35,11 @@ OWNER_FILE = "owner.json"  # Name of the file that contains the owner's record
 
 
 class AlreadyOwned(ValueError):
-    """Error for a folder or S3 prefix that has a live owner. `owner` is the content of owner.json."""
+    """Error for a folder or S3 prefix that has a live owner. `owner_record` is the content of owner.json."""
 
-    def __init__(self, message: str, owner: dict[str, Any]):
+    def __init__(self, message: str, owner_record: dict[str, Any]):
         super().__init__(message)
-        self.owner = owner
+        self.owner_record = owner_record
 
 
 class FolderRecord:
@@ -182,27 +182,27 @@ def is_owned(folder: Path, max_silence_s: float = MAX_SILENCE_S) -> bool:
     An owner on a different machine is considered dead after `max_silence_s` seconds without a heartbeat.
     """
     with contextlib.suppress(OSError):
-        owner = _parsed_record(FolderRecord(folder).read())
-        if _is_on_this_machine(owner):
-            return _is_owner_running(owner)
+        owner_record = _parsed_record(FolderRecord(folder).read())
+        if _is_on_this_machine(owner_record):
+            return _is_owner_running(owner_record)
         silence_s = time.time() - (folder / OWNER_FILE).stat().st_mtime
-        return not _is_from_earlier_round(owner) and silence_s < max_silence_s
+        return not _is_from_earlier_round(owner_record) and silence_s < max_silence_s
     return False
 
 
-def _is_on_this_machine(owner: dict[str, Any]) -> bool:
-    return owner.get("machine") == _machine_id()
+def _is_on_this_machine(owner_record: dict[str, Any]) -> bool:
+    return owner_record.get("machine") == _machine_id()
 
 
-def _is_owner_running(owner: dict[str, Any]) -> bool:
+def _is_owner_running(owner_record: dict[str, Any]) -> bool:
     """Return True if the process of an owner on this machine is running."""
-    return is_running(owner.get("pid", 0), owner.get("start_ticks"))
+    return is_running(owner_record.get("pid", 0), owner_record.get("start_ticks"))
 
 
-def _is_from_earlier_round(owner: dict[str, Any]) -> bool:
+def _is_from_earlier_round(owner_record: dict[str, Any]) -> bool:
     """Return True if launch.py has ended the owner's round of this process's job."""
     job, current_round = job_round()
-    return owner.get("job") == job and owner.get("round") in range(current_round)
+    return owner_record.get("job") == job and owner_record.get("round") in range(current_round)
 
 
 def _wait_for_owner_to_end(record_file: RecordFile, heartbeat: Callable[[], None]) -> None:
@@ -213,14 +213,14 @@ def _wait_for_owner_to_end(record_file: RecordFile, heartbeat: Callable[[], None
     location, record_text = record_file.location, record_file.read()
     if record_text is None:
         return
-    owner = _parsed_record(record_text)
-    owner_in_words = _owner_in_words(owner)
+    owner_record = _parsed_record(record_text)
+    owner_in_words = _owner_in_words(owner_record)
     advice = f"Stop that process, or choose a different {record_file.location_flag}"
-    already_owned = AlreadyOwned(f"{location} is in use by {owner_in_words}. {advice}", owner)
-    if _is_on_this_machine(owner):
-        if _is_owner_running(owner):
+    already_owned = AlreadyOwned(f"{location} is in use by {owner_in_words}. {advice}", owner_record)
+    if _is_on_this_machine(owner_record):
+        if _is_owner_running(owner_record):
             raise already_owned
-    elif not _is_from_earlier_round(owner):
+    elif not _is_from_earlier_round(owner_record):
         log.info(
             f"{location} is leased by {owner_in_words}."
             f" Waiting up to {MAX_SILENCE_S} s for a heartbeat of the owner"
@@ -261,8 +261,8 @@ def _machine_id() -> str:
     return f"{boot_id} {namespace}"
 
 
-def _owner_in_words(owner: dict[str, Any]) -> str:
-    host, pid, since = (redacted(str(owner.get(key, "unknown"))) for key in ("host", "pid", "since"))
+def _owner_in_words(owner_record: dict[str, Any]) -> str:
+    host, pid, since = (redacted(str(owner_record.get(key, "unknown"))) for key in ("host", "pid", "since"))
     return f"process {pid} on host {host} (started {since})"
 
 

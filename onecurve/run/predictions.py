@@ -40,7 +40,7 @@ class Predictions:
         self.plot_subject = plot_subject
         self.confusion, self.examples = self.kept_confusion, self.kept_examples
 
-    def gather(self, poll: Poll) -> None:
+    def gather_examples(self, poll: Poll) -> None:
         """Gather the examples from all processes into CPU memory. All ranks must call this method."""
         examples_by_rank = poll.gather([example.to("cpu") for example in self.examples])
         self.examples = [example for rank_examples in examples_by_rank for example in rank_examples]
@@ -53,7 +53,7 @@ class Predictions:
             return {"classes": self.classes, "confusion": self.confusion.tolist()}
         return {"classes": self.classes, "mistakes": self.confusion}
 
-    def draw(self, folder: Path) -> list[Path]:
+    def draw_plots(self, folder: Path) -> list[Path]:
         """Draw confusion.png and predictions.png, and return their paths.
 
         The list of paths is empty for a model without classes, or if this process has not run an evaluation.

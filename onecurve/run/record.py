@@ -23,7 +23,7 @@ from onecurve.run.identity import script_name
 from onecurve.run.log import RunLog
 from onecurve.run.predictions import Predictions
 from onecurve.run.schemas import EndEntries, Result
-from onecurve.run.starts import where_in_words, where_trained
+from onecurve.run.starts import hardware_by_start, hardware_in_words
 from onecurve.run.state import RunState
 from onecurve.system.env import report_to_launcher
 from onecurve.system.files import explaining_write_errors, read_json, read_lines, sync, write_json
@@ -125,7 +125,7 @@ class MainRecord:
         self._wait_for_save(heartbeat)
         if self.utilisation:
             result_so_far = self.current_result("finished")
-            distinct_devices = {devices for _, devices in where_trained(folder, result_so_far)}
+            distinct_devices = {devices for _, devices in hardware_by_start(folder, result_so_far)}
             images_per_s = result_so_far["images_per_s"] or 0.0
             mfu_pct = self.utilisation.mfu_pct(images_per_s) if len(distinct_devices) == 1 else None
             self.end_entries["flops_per_image"] = self.utilisation.flops_per_image
@@ -166,10 +166,10 @@ class MainRecord:
             log_entries = read_lines(self.folder / "metrics.jsonl")
             data_name, devices = (
                 Path(result_content["data"]).name,
-                where_in_words(self.folder, result_content),
+                hardware_in_words(self.folder, result_content),
             )
             plot_curves(self.folder, log_entries, f"{result_content['script']} on {data_name}, {devices}")
-            plot_files = predictions.draw(plots_folder)
+            plot_files = predictions.draw_plots(plots_folder)
             if self.log.trackers:
                 self.log.trackers.show_plots(plot_files, self.state.step)
         except OSError:

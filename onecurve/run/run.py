@@ -207,7 +207,7 @@ class Run:
             self.batch_generator.close()  # Stops the decoders, which would continue with the next steps
         if session.state.step < session.steps.last and not session.ends_early():
             session.state.stopped = True  # The script has left its training loop
-        session.flush()
+        session.write_newest_snapshot()
         early_end = early_end_in_words(session.end_entries())
         if session.main_record and early_end and not self.has_training_ended:
             log.info(f"the run {early_end}")
@@ -267,7 +267,7 @@ class Run:
         exchange.poll.finish()
         exchange.telemetry.stop()
         memory_by_rank = exchange.gather(memory_gib(self.accelerator, is_gpu_responsive=True))
-        predictions.gather(exchange.poll)
+        predictions.gather_examples(exchange.poll)
         final_entries: EndEntries = {"val_name": val_name, "memory_gib": memory_by_rank}
         final_entries.update(self.test_entries)
         final_entries.update(session.end_entries())

@@ -244,7 +244,7 @@ class RunSession:
                 self.take_snapshot(hold=True)
         self.saver.write_held(self.recipe.checkpoint_s)
 
-    def flush(self) -> None:
+    def write_newest_snapshot(self) -> None:
         """Write a snapshot of this step, or the snapshot held in memory.
 
         All ranks must call this method. See take_snapshot() for the errors.
@@ -284,7 +284,7 @@ class RunSession:
             # Training time excludes the time spent on evaluations.
             unlogged_train_s = meter.elapsed_s() if step > state.logged_step else 0.0
             tracker_ids = self.main_record.log.tracker_ids() if self.main_record else {}
-            state_values = state.at_save(
+            state_values = state.copy_for_save(
                 losses=[*loss_by_rank],
                 accumulations=meter.batch.accumulations,
                 epoch=step / self.steps.per_epoch,

@@ -29,16 +29,20 @@ STARTS_FILE = "starts.jsonl"
 DATA_CONTENT = "content of the data"
 CROPPED_IMAGES = "cropped images"
 OMITTED_KEYS = ("argv", "defaults")  # Keys of recipe.json that are omitted from starts.jsonl
-MAX_IN_TURN = 4  # Maximum number of values that in_turn() lists
+MAX_JOINED_VALUES = 4  # Maximum number of values that join_with_then() lists
 
 
 @dataclass(frozen=True)
 class RunStart:
-    """Start of a run. The final result includes this start's steps first + 1 to last."""
+    """Start of a run. The final result includes this start's steps from begin_step + 1 to last_kept_step."""
 
     settings: dict[str, Any]  # Line of starts.jsonl
-    first: int  # Number of steps completed before this start
-    last: int  # Last step that the result includes
+    begin_step: int  # Number of steps completed before this start
+    last_kept_step: int  # Last step that the result includes
+
+    @property
+    def trains_kept_steps(self) -> bool:
+        return self.last_kept_step > self.begin_step
 
     @property
     def is_recorded(self) -> bool:
@@ -87,7 +91,7 @@ def changes_at(
     changes: dict[str, list[Any]] = {}
     for name, recorded_value in recorded_flags.items():
         current_value, is_path = current_flags.get(name, recorded_value), name in path_flags
-        if comparable(recorded_value, is_path) != comparable(current_value, is_path):
+        if normalised_value(recorded_value, is_path) != normalised_value(current_value, is_path):
             changes[name] = [recorded_value, current_value]
     other_properties: dict[str, list[Any]] = {
         DATA_CONTENT: [manifest.get("data"), start["source"]],
@@ -100,7 +104,7 @@ def changes_at(
     return changes
 
 
-def comparable(value: Any, is_path: bool) -> Any:
+def normalised_value(value: Any, is_path: bool) -> Any:
     """Return a local path as a normalised absolute path. Return other values unchanged.
 
     `is_path` is True for a flag whose value may be a local path.
@@ -122,10 +126,10 @@ def starts_in_order(entries: Sequence[dict[str, Any]], last_step: int) -> list[R
 
 def kept_starts(starts: Sequence[RunStart]) -> list[RunStart]:
     """Return the starts whose steps the result includes, or the last start if there are none yet."""
-    return [start for start in starts if start.last > start.first] or [*starts[-1:]]
+    return [start for start in starts if start.trains_kept_steps] or [*starts[-1:]]
 
 
-def where_trained(folder: Path, result: Result) -> list[tuple[str, tuple[str, ...]]]:
+def hardware_by_start(folder: Path, result: Result) -> list[tuple[str, tuple[str, ...]]]:
     """Return the strategy and the devices of each start whose steps the result includes.
 
     `result` is the content of result.json, which describes only the last start.
@@ -139,17 +143,16 @@ def where_trained(folder: Path, result: Result) -> list[tuple[str, tuple[str, ..
     return strategy_and_devices or [(result["strategy"], (result["device"],) * result["processes"])]
 
 
-def where_in_words(folder: Path, result: Result) -> str:
+def hardware_in_words(folder: Path, result: Result) -> str:
     """Describe the strategies and devices of a run, such as `ddp on 2 x CPU, then single on 1 x CPU`."""
-    return in_turn(
-        f"{strategy} on {len(devices)} x {devices[0]}" for strategy, devices in where_trained(folder, result)
-    )
+    hardware = hardware_by_start(folder, result)
+    return join_with_then(f"{strategy} on {len(devices)} x {devices[0]}" for strategy, devices in hardware)
 
 
-def in_turn(values: Iterable[str]) -> str:
+def join_with_then(values: Iterable[str]) -> str:
     """List successive values without consecutive repetitions, such as `a, then b, then c`."""
     distinct_values = [value for value, _ in groupby(values)]
-    if len(distinct_values) > MAX_IN_TURN:
-        omitted_in_words = f"{len(distinct_values) - MAX_IN_TURN + 1} others"
-        distinct_values = [*distinct_values[: MAX_IN_TURN - 2], omitted_in_words, distinct_values[-1]]
+    if len(distinct_values) > MAX_JOINED_VALUES:
+        omitted_in_words = f"{len(distinct_values) - MAX_JOINED_VALUES + 1} others"
+        distinct_values = [*distinct_values[: MAX_JOINED_VALUES - 2], omitted_in_words, distinct_values[-1]]
     return ", then ".join(distinct_values)

@@ -17,7 +17,7 @@ class RunState:
     """State of a run after `step` optimizer steps. The defaults describe a run before the first step.
 
     In memory, `wall_s` and `spent_s` include only the time of earlier processes. The fields from `losses`
-    onwards are not updated after this process starts. at_save() fills in their current values.
+    onwards are not updated after this process starts. copy_for_save() fills in their current values.
     """
 
     step: int = 0
@@ -75,7 +75,7 @@ class RunState:
         field_values = vars(self).items()
         return {name: value for name, value in field_values if value is not None or name == "loss_scale"}
 
-    def at_save(self, **field_values: Any) -> Self:
+    def copy_for_save(self, **field_values: Any) -> Self:
         """Return a copy of the state with current times and the given values for other fields."""
         reset_ids = {"wandb_id": None, "wandb_url": None}  # These ids belong to an earlier process
         current_times: dict[str, Any] = {"wall_s": self.wall_now_s(), "spent_s": self.spent_now_s()}

@@ -45,7 +45,7 @@ def test_runs_and_checkpoints_store_the_version(tmp_path):
     assert __version__[0].isdigit()
     record = RunRecord(tmp_path / "run")
     assert not record.problems
-    assert record.settings["version"] == __version__
+    assert record.recipe_file["version"] == __version__
     manifest = json.loads((latest(tmp_path / "run") / "manifest.json").read_text())
     assert manifest["written_by"]["version"] == __version__
     assert f"| version | {__version__} |" in run_page(record, "run", [])

@@ -33,7 +33,7 @@ from tests.logbook.pages import (
 )
 from tools.logbook import comparison, history, markdown
 from tools.logbook.comparison import Comparison
-from tools.logbook.page import index, index_values, run_page
+from tools.logbook.page import index_page, index_values, run_page
 from tools.logbook.run_record import RunRecord, hash_compared_files
 
 FLAGS = ["--data", "digits", "--epochs", "3", "--log_every", "2", "--telemetry_s", "0.2"]
@@ -402,7 +402,9 @@ def test_any_text_of_a_run_can_appear_on_its_pages(whole, name, report, texts, s
             "run": run_page(run, "x", []),
             "two": comparison.comparison_page(compared, "two.png", [None, "run.md"]),
         }
-        pages["index"] = index({"run.md": index_values(run)}, {"two.md": comparison.title(compared)})
+        pages["index"] = index_page(
+            {"run.md": index_values(run)}, {"two.md": comparison.page_title(compared)}
+        )
         Image.new("RGB", (301, 1)).save(Path(parent) / "two.png")
         for stem, text in pages.items():
             check(logbook.write_page(Path(parent) / f"{stem}.md", index_values(run) | run.identity, text))

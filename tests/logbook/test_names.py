@@ -106,7 +106,7 @@ def test_escaped_names_are_shown_everywhere(tmp_path):
     row = [plots.Panel(LATIN_1, RED, bars={LATIN_1: 1.0})]
     plots.draw_panels(tmp_path / "a.png", [row], f"{RED} $x$")
     plots.draw_confusion_matrix(tmp_path / "b.png", [[1, 0], [0, 1]], [LATIN_1, RED], LATIN_1)
-    text = [markdown.text(RED), markdown.code_span(LATIN_1), markdown.block(f"a\n{RED}")]
+    text = [markdown.text(RED), markdown.code_span(LATIN_1), markdown.code_block(f"a\n{RED}")]
     text += [markdown.folded("", LATIN_1), markdown.link(RED, LATIN_1)]
     assert "caf%E9" in text[-1]
     assert all(line.isprintable() for part in text for line in part.splitlines())

@@ -25,7 +25,7 @@ def section(run: RunRecord) -> str:
 def test_the_section_matches_the_stored_section(tmp_path):
     run_record = RunRecord(write_run(tmp_path / "run", wall_s=150.0, spent_s=SPENT))
     assert is_golden("spent.md", section(run_record), tmp_path)
-    assert sum(seconds_by_activity(run_record).values()) == run_record.facts["wall_s"]
+    assert sum(seconds_by_activity(run_record).values()) == run_record.result_values["wall_s"]
     assert section(RunRecord(write_run(tmp_path / "other"))) == "", "a process records this when it ends"
 
 

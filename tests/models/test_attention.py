@@ -353,9 +353,10 @@ def test_a_run_records_the_kernel_as_a_package():
     message = f"short_attention {kernel_version()} (previously none)"
     assert changed_packages(versions(without), current) == message
     assert changed_packages(current, current) == changed_packages(None, current) == ""
-    facts = {"deterministic": True, "strategy": "ddp"}
+    result = {"deterministic": True, "strategy": "ddp"}
     run, replay = (
-        SimpleNamespace(facts=facts, settings={"versions": v}) for v in (current, versions(without))
+        SimpleNamespace(result_values=result, recipe_file={"versions": v})
+        for v in (current, versions(without))
     )
     assert why_not_exact(run, run) == []
     assert "versions" in why_not_exact(run, replay)[0]

@@ -18,7 +18,7 @@ from tests.conftest import ROOT, accelerate, run
 from tests.support import forks
 from tests.support.commands import call
 from tools.plan import cost
-from tools.plan.cost import Cluster, Execution, Trace, largest_size, step_time, traffic
+from tools.plan.cost import Cluster, Execution, Trace, estimate_largest_size, sent_bytes, step_time
 from tools.plan.planning import Planning, cluster_of
 
 H200, EAGER = find_device("NVIDIA H200"), Execution.of("no", False)
@@ -27,8 +27,8 @@ SMALL = ["train_cnn_a.py", "--widths=8,16,32", "--batch_size=64", "--data=digits
 
 
 def new_trace(**values) -> Trace:
-    defaults = {"strategy": "ddp", "mixed_precision": "no", "parameters": 0, "optimizer": 0}
-    return Trace(**defaults | {"peaks": {}, "operations": [], "collectives": []} | values)
+    defaults = {"strategy": "ddp", "mixed_precision": "no", "parameter_bytes": 0, "optimizer_bytes": 0}
+    return Trace(**defaults | {"peak_bytes": {}, "operations": [], "collectives": []} | values)
 
 
 def traced(
@@ -57,16 +57,20 @@ def parameter_bytes() -> int:
 def test_a_trace_matches_the_engine(config, share, sent):
     """Compare a device's memory and the exchanged bytes with the size of the parameters in bytes."""
     whole, trace = parameter_bytes(), traced(config, 4, hosts=2)
-    assert trace.parameters == pytest.approx(whole / share, rel=0.05)
+    assert trace.parameter_bytes == pytest.approx(whole / share, rel=0.05)
     # DeepSpeed's bucket contains its gradients, and DeepSpeed also keeps master weights.
     if config != "zero2_4gpu":
-        assert trace.gradients == trace.parameters
+        assert trace.gradient_bytes == trace.parameter_bytes
         moments = 2 if "AdamW" in (ROOT / SMALL[0]).read_text() else 1
-        assert trace.optimizer == pytest.approx(moments * whole / share, rel=0.05)
+        assert trace.optimizer_bytes == pytest.approx(moments * whole / share, rel=0.05)
     for operation, count in sent.items():
         moved_bytes = sum(size for name, size, ranks in trace.collectives if name == operation and ranks == 4)
         assert count * whole * 0.95 < moved_bytes < 2 * count * whole * 1.05, (operation, moved_bytes, whole)
-    assert trace.peaks[32]["Total"] > trace.peaks[16]["Total"] > trace.parameters + trace.optimizer
+    assert (
+        trace.peak_bytes[32]["Total"]
+        > trace.peak_bytes[16]["Total"]
+        > trace.parameter_bytes + trace.optimizer_bytes
+    )
 
 
 def test_a_plan_counts_the_bytes_of_the_attention_kernel():
@@ -97,7 +101,7 @@ def test_hybrid_sharding_sends_a_share_between_the_hosts():
     whole, trace = parameter_bytes(), traced("fsdp_2x4gpu", 8, 2)
     between = sum(size for name, size, ranks in trace.collectives if (name, ranks) == ("all_reduce", 2))
     assert between == pytest.approx(whole / 4, rel=0.05)
-    _, network = traffic(trace, Cluster(2, 4, H200, 10))
+    _, network = sent_bytes(trace, Cluster(2, 4, H200, 10))
     # A host has four devices, and 2 (n-1)/n is 1 for two hosts.
     assert network == pytest.approx(4 * between)
 
@@ -105,14 +109,14 @@ def test_hybrid_sharding_sends_a_share_between_the_hosts():
 def test_a_sharded_optimizer_holds_only_its_shards():
     """Check that the full-shape fake tensors that DTensor creates before an operator are not counted."""
     trace = traced("fsdp_4gpu", 4, script=["train_cnn_a.py", "--batch_size=4"], sizes=(1,))
-    assert trace.peaks[1]["Optstate"] == pytest.approx(trace.optimizer, rel=0.01)
+    assert trace.peak_bytes[1]["Optstate"] == pytest.approx(trace.optimizer_bytes, rel=0.01)
 
 
 def test_the_memory_matches_a_training(tmp_path):
     file, script = tmp_path / "found.json", ["train_cnn_a.py", "--batch_size=128", *FLAGS]
     words = ["-m", "benchmarks.plan_memory", "--of", file, *script, "--output_dir", tmp_path / "run"]
     run([*accelerate("ddp_2gpu"), *words], env={"PYTHONPATH": str(ROOT)})
-    peak = traced("ddp_2gpu", 2, script=script, sizes=(64,)).peaks[64]["Total"]
+    peak = traced("ddp_2gpu", 2, script=script, sizes=(64,)).peak_bytes[64]["Total"]
     assert peak == pytest.approx(json.loads(file.read_text())["live"], rel=BOUND_PCT / 100)
 
 
@@ -147,8 +151,8 @@ def test_a_tensor_that_another_thread_released_is_not_measured(tmp_path):
 
 def test_the_largest_size_is_extrapolated_linearly():
     peaks = {8: {"Total": 18 * 2**30}, 16: {"Total": 26 * 2**30}}  # Memory of 10 GiB, plus 1 GiB per image
-    assert largest_size(peaks, 60 * 2**30 + cost.CONTEXT_BYTES) == 48
-    assert largest_size(peaks, 12 * 2**30) == 0
+    assert estimate_largest_size(peaks, 60 * 2**30 + cost.CONTEXT_BYTES) == 48
+    assert estimate_largest_size(peaks, 12 * 2**30) == 0
 
 
 @pytest.mark.parametrize(
@@ -205,7 +209,7 @@ def test_a_plan(tmp_path, monkeypatch):
 
 def test_a_plan_respects_max_steps_and_warns_about_freeze(capsys):
     plan = Planning(["train_vit.py", "--data=digits", "--pretrained", "--freeze", "--max_steps=5"], ALONE)
-    line = plan.line("single", new_trace(peaks={16: {"Total": 0}}), 16, 16)
+    line = plan.plan_line("single", new_trace(peak_bytes={16: {"Total": 0}}), 16, 16)
     assert line.hours == pytest.approx(5 * line.step_s / 3600)
     assert "--freeze is ignored. The plan assumes that all layers are trained" in capsys.readouterr().out
 
@@ -233,7 +237,7 @@ def test_part_of_a_name_is_enough_and_a_device_has_its_network(name, capsys):
 def test_a_plan_reports_its_progress(monkeypatch):
     def trace(*_) -> Trace:
         time.sleep(2)  # A heartbeat is sent after half a second
-        return new_trace(peaks={size: {"Total": size} for size in (64, 128)})
+        return new_trace(peak_bytes={size: {"Total": size} for size in (64, 128)})
 
     monkeypatch.setattr(Planning, "_trace", trace)
     monkeypatch.setattr("onecurve.system.progress.LINE_INTERVAL_S", 0)

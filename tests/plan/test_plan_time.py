@@ -5,7 +5,7 @@ import pytest
 from tests.conftest import full
 from tests.plan.test_plan import ALONE, EAGER, H200, SMALL, new_trace, traced
 from tools.plan import cost
-from tools.plan.cost import Cluster, Execution, collectives_of_step, step_time, traffic
+from tools.plan.cost import Cluster, Execution, collectives_of_step, sent_bytes, step_time
 from tools.plan.planning import Planning, compress_traffic, possible_strategies
 
 HOSTS = Cluster(2, 1, H200, 0.1)  # Two hosts whose network transfers 0.1 GB/s
@@ -77,7 +77,7 @@ def test_planned_times_are_those_of_ddp_on_an_h200(script):
 
 def test_hybrid_sharding_gathers_inside_a_host():
     collectives = [("all_gather", 800, 2), ("reduce_scatter", 800, 2), ("all_reduce", 400, 2)]
-    link, network = traffic(new_trace(strategy="fsdp", collectives=collectives), Cluster(2, 2, H200, 1))
+    link, network = sent_bytes(new_trace(strategy="fsdp", collectives=collectives), Cluster(2, 2, H200, 1))
     assert (link, network) == (800, 800)
 
 
@@ -94,8 +94,8 @@ def test_compressed_gradients_are_half_of_the_bytes():
 def test_a_line_lists_memory_parts_and_the_limit():
     peaks = {32: {"Total": 16, "Activation": 3, "Buffer": 2, "Gradient": 0}}
     work = {"operations": [("float32", 0, 10**10)], "collectives": [("all_reduce", 10**8, 2)]}
-    trace = new_trace(peaks=peaks, parameters=4, gradients=4, **work)
-    line = Planning(SMALL, HOSTS).line("ddp", trace, 32, 1000)
+    trace = new_trace(peak_bytes=peaks, parameter_bytes=4, gradient_bytes=4, **work)
+    line = Planning(SMALL, HOSTS).plan_line("ddp", trace, 32, 1000)
     assert line.limit == cost.NETWORK
     parts = ("parameters", "activations", "buffers", "gradients", "buckets_temporaries")
     assert [line.memory[name] for name in parts] == [4, 3, 2, 4, 3]

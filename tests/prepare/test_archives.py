@@ -19,7 +19,7 @@ from tests.support.data_sets import tar
 from tests.support.imagenet import DEVKIT, synsets_of, write_devkit
 from tests.support.s3 import BUCKET, SECRET, s3, s3_proxy, use_s3  # noqa: F401  (two are fixtures)
 from tools.prepare import archives
-from tools.prepare.archives import ArchiveMember, members, open_stream
+from tools.prepare.archives import ArchiveMember, archive_members, open_stream
 from tools.prepare.devkit import read_devkit
 
 CONTENT = bytes(range(256)) * 5
@@ -29,7 +29,7 @@ KIT = "ILSVRC2012_devkit_t12"
 def contents(archive: ArchiveMember, folder: str = "") -> dict[str, bytes]:
     """Read all files in an archive. Files in inner archives are named `<archive>/<name>`."""
     files = {}
-    for member in members(archive):
+    for member in archive_members(archive):
         if member.name.endswith(".tar"):
             files |= contents(member, f"{member.name}/")
         else:
@@ -188,7 +188,7 @@ def test_a_file_that_shrinks_during_a_read(tmp_path, monkeypatch):
     path = tmp_path / "a.tar"
     path.write_bytes(tar({"a.JPEG": CONTENT, "b.JPEG": CONTENT}))
     with pytest.raises(ValueError, match=r"of 10,240\. Do not"), open_stream(str(path)) as stream:  # noqa: PT012
-        for member in members(stream.archive):
+        for member in archive_members(stream.archive):
             member.read()
             os.truncate(path, 2000)
 

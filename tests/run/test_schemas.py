@@ -52,7 +52,7 @@ def test_the_log_book_keeps_every_value_of_a_result(folder):
     assert record.problems == []
     kept = {name: value for name, value in content.items() if value is not None}
     assert {"best_macro_f1", "final_macro_f1", "test_macro_f1"} <= kept.keys()
-    assert {name: record.facts[name] for name in kept} == kept
+    assert {name: record.result_values[name] for name in kept} == kept
 
 
 def test_a_result_has_the_metrics_of_every_evaluation():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from onecurve.run.starts import STARTS_FILE, add_start, in_turn, kept_starts, starts_in_order
+from onecurve.run.starts import STARTS_FILE, add_start, join_with_then, kept_starts, starts_in_order
 from onecurve.system.files import read_lines
 from tests.conftest import CNN, STRATEGIES, full, python, run
 from tools.logbook.history import resume_verdict
@@ -39,12 +39,12 @@ def test_a_run_records_each_of_its_starts(name, tmp_path, cache):
         output = run([*launcher, *CNN, *FLAGS, *cache, *flags, "--output_dir", tmp_path / "run"])
     record = RunRecord(tmp_path / "run")
     assert record.strategies_and_devices.replace(" (x86_64)", "") == devices
-    assert [(start.first, start.last) for start in record.kept_starts] == steps
+    assert [(start.begin_step, start.last_kept_step) for start in record.kept_starts] == steps
     last = record.starts[-1].settings
     assert last["changed"] == {"lr": [0.003, 0.001]}
     assert resume_verdict(record) == f"The recipe changed. Step {steps[-1][0]}: lr was 0.003, now 0.001."
-    assert {name: last[name] for name in record.settings if name in last} == {
-        name: value for name, value in record.settings.items() if name != "defaults"
+    assert {name: last[name] for name in record.recipe_file if name in last} == {
+        name: value for name, value in record.recipe_file.items() if name != "defaults"
     }
     assert f"train_cnn_a, {title}" in " ".join(output.split()).replace(" (x86_64)", "")
 
@@ -112,14 +112,15 @@ def test_nothing_is_appended_to_the_target_of_a_link(tmp_path):
 )
 def test_a_step_belongs_to_the_last_start_that_trained_it(begins, last_step, steps):
     starts = starts_in_order([{"step": step} for step in begins], last_step)
-    assert [(entry.first, entry.last) for entry in starts] == steps
-    assert kept_starts(starts) == ([entry for entry in starts if entry.last > entry.first] or starts[-1:])
+    assert [(entry.begin_step, entry.last_kept_step) for entry in starts] == steps
+    kept = [start for start in starts if start.last_kept_step > start.begin_step]
+    assert kept_starts(starts) == (kept or starts[-1:])
     assert kept_starts([]) == []
 
 
 def test_values_in_turn():
-    assert in_turn("aabb") == "a, then b"
-    assert in_turn("abcde") == "a, then b, then 2 others, then e"
+    assert join_with_then("aabb") == "a, then b"
+    assert join_with_then("abcde") == "a, then b, then 2 others, then e"
 
 
 def test_old_run_folders_have_no_starts(tmp_path):

@@ -16,7 +16,9 @@ OPTIMIZER = {"scalars": {"head.weight": {"step": 3}}, "groups": [{}]}
 
 def test_a_state_comes_back_through_its_file(tmp_path):
     state = RunState(4, True, {"accuracy": 0.5, "step": 4}, {"accuracy": 0.5, "images": 360}, 3, 1.5, 2.5)
-    saved = state.at_save(losses=[0.1, 0.2], accumulations=2, epoch=0.3, optimizer=OPTIMIZER, wandb_id="a")
+    saved = state.copy_for_save(
+        losses=[0.1, 0.2], accumulations=2, epoch=0.3, optimizer=OPTIMIZER, wandb_id="a"
+    )
     (tmp_path / "state.json").write_text(json.dumps(saved.to_json()))
     loaded = RunState.read(Checkpoint(tmp_path, {"step": 4}))
     assert loaded == saved

@@ -228,7 +228,8 @@ def test_the_card_has_no_private_path(data, shown, tmp_path):
     assert f"| `data` | `{data if data.startswith('hub:') else shown}` |" in text
     assert "| `weights` | `model.safetensors` |" in text
     (tmp_path / "checkpoints").mkdir()
-    exported = replace(exported, trained=replace(trained, weights=f"{tmp_path}/checkpoints/step_00000009/m"))
+    in_run_folder = replace(trained, weights=f"{tmp_path}/checkpoints/step_00000009/m")
+    exported = replace(exported, trained_model=in_run_folder)
     write_json(tmp_path / "result.json", {"best_step": 9, "best_accuracy": 0.5, "val_name": "val"})
     for max_images, images in ((None, "val split"), (7, "7 images of the val split")):
         write_json(tmp_path / "recipe.json", {"recipe": {"max_val_images": max_images}})

@@ -19,7 +19,7 @@ from onecurve.system.processes import is_alive
 from tests.conftest import ROOT, Job, rows_of, wait_until
 from tests.distributed.test_agreement import ranks_of
 from tests.support.commands import call
-from tools.batch_size.largest import LaunchResult, knee, launch_limited, next_batch_size
+from tools.batch_size.largest import LaunchResult, knee_size, launch_limited, next_batch_size
 
 LARGEST = "tools.batch_size.largest"
 # Flags for small networks with large activations. Eight images need 0.09 to 0.13 GiB, many times more than
@@ -118,9 +118,9 @@ def test_the_search_ends_when_memory_is_not_linear(gib):
 
 
 def test_the_knee_is_the_smallest_size_that_no_other_beats_by_five_percent():
-    assert knee({8: 100.0}) == 8
-    assert knee({8: 100.0, 16: 190.0, 32: 199.0, 64: 180.0}) == 16
-    assert knee({8: 100.0, 16: 150.0, 32: 200.0}) == 32
+    assert knee_size({8: 100.0}) == 8
+    assert knee_size({8: 100.0, 16: 190.0, 32: 199.0, 64: 180.0}) == 16
+    assert knee_size({8: 100.0, 16: 150.0, 32: 200.0}) == 32
 
 
 # --- Launch of one trial
@@ -135,7 +135,7 @@ def test_a_hanging_launch_leaves_no_process(tmp_path, monkeypatch):
     starter.write_text(f"{begin}Popen([sys.executable, {str(sleeper)!r}], start_new_session=True)")
     launcher.write_text(f"{begin}run([sys.executable, {str(starter)!r}])\n{sleeper.read_text()}")
     ended = launch_limited([sys.executable, str(launcher)], limit_gib=None, timeout_s=5)
-    assert (ended.status, ended.is_out_of_memory) == (None, False)
+    assert (ended.exit_status, ended.is_out_of_memory) == (None, False)
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
     assert not any(psutil.pid_exists(pid) for pid in pids)
@@ -166,14 +166,14 @@ def test_a_gpu_out_of_memory_is_recognized_by_its_message(message, is_out_of_mem
     ended = launch_limited(
         [sys.executable, "-c", f"print({message!r}); exit(1)"], limit_gib=None, timeout_s=60
     )
-    assert (ended.status, ended.is_out_of_memory, ended.data_gib) == (1, is_out_of_memory, 0)
+    assert (ended.exit_status, ended.is_out_of_memory, ended.data_gib) == (1, is_out_of_memory, 0)
 
 
 def test_the_largest_process_is_measured():
     small, large = (f"import time; x = bytearray({mib} * 2**20); time.sleep(3)" for mib in (50, 300))
     words = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {large!r}])\n{small}"
     ended = launch_limited([sys.executable, "-c", words], limit_gib=1.0, timeout_s=60)
-    assert ended.status == 0, ended.output
+    assert ended.exit_status == 0, ended.output
     assert 300 / 1024 < ended.data_gib < 350 / 1024
 
 

@@ -38,7 +38,7 @@ from tests.conftest import (
 )
 from tests.support.data_sets import png
 from tests.support.s3 import BUCKET, s3, use_s3  # noqa: F401 (a fixture)
-from tools.inference.report import FILES, METRIC_MODULES, load_metrics
+from tools.inference.report import METRIC_MODULES, REPORT_FILES, load_metrics
 from validate import parse_flags
 
 FP32 = ["--mixed_precision", "no"]
@@ -131,8 +131,8 @@ def test_the_numbers_of_the_run(trained, validated, report):
     assert report["checkpoint"] == str(checkpoint / "model.safetensors")
     assert report["per_class"]["support"] == [sum(row) for row in report["confusion"]]
     assert np.trace(report["confusion"]) / np.sum(report["confusion"]) == report["top1"] < report["top5"]
-    assert output.splitlines()[-4:] == [str(folder / name) for name in FILES]
-    assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
+    assert output.splitlines()[-4:] == [str(folder / name) for name in REPORT_FILES]
+    assert sorted(path.name for path in folder.iterdir()) == sorted(REPORT_FILES)
     cells = [line.split(",") for line in (folder / "predictions.csv").read_text().splitlines()[1:]]
     assert [int(row[0]) for row in cells] == list(range(360))
     assert sum(row[2] == row[3] for row in cells) / 360 == report["top1"]

@@ -99,7 +99,7 @@ def _proportional_size(gib_by_size: dict[int, float], limit_gib: float, quantum:
     return int(largest_fitting_size * limit_gib / gib_by_size[largest_fitting_size]) // quantum * quantum
 
 
-def knee(speed_by_size: dict[int, float]) -> int:
+def knee_size(speed_by_size: dict[int, float]) -> int:
     """Return the smallest batch size whose speed is within 5 percent of the best speed."""
     best_speed = max(speed_by_size.values())
     return min(size for size, speed in speed_by_size.items() if best_speed < KNEE_SPEEDUP * speed)
@@ -109,10 +109,10 @@ def knee(speed_by_size: dict[int, float]) -> int:
 class LaunchResult:
     """Result of a command that ran under a memory limit."""
 
-    status: int | None  # the launcher's exit status, or None if it was killed after the timeout
+    exit_status: int | None  # the launcher's exit status, or None if it was killed after the timeout
     output: str  # combined stdout and stderr of all processes
     data_gib: float  # largest data size of a process, as limited by RLIMIT_DATA, or 0 without a limit
-    seconds: float  # launch duration
+    duration_s: float
     is_out_of_memory: bool
 
 

@@ -92,7 +92,7 @@ class Checks:
         self.first_host_name = clients[0].name
         self.facts_by_host: FactsByHost = {}
         self.checked_codes: list[str] = []  # codes of all checked problems, in check order
-        self.notes: list[str] = []  # remarks to print after the findings
+        self.remarks: list[str] = []  # sentences to print after the findings
 
     def run(self, inspect_model: Callable[[], dict[str, Any]] | None) -> list[Finding]:
         """Run all checks and return their findings.
@@ -139,7 +139,7 @@ class Checks:
         if self.gpu_facts:
             self.checked_codes += ["device-memory", "peer-access", "precision"]
         else:
-            self.notes.append("No host has a GPU. The job would be a rehearsal on CPUs, with gloo.")
+            self.remarks.append("No host has a GPU. The job would be a rehearsal on CPUs, with gloo.")
 
     def _failure_code(self, answer: dict[str, Any]) -> str:
         """Return the finding code for a host that did not return facts."""
@@ -225,10 +225,10 @@ class Checks:
                 yield Finding("disk", client.name, description, fails=is_first and is_full)
         if other_clients:
             if all(answer.get("sees") for _, answer in answers):
-                self.notes.append(f"{folder} is shared by all hosts.")
+                self.remarks.append(f"{folder} is shared by all hosts.")
             else:
                 explanation = "The job uses the folder on the first host, which is sufficient."
-                self.notes.append(f"{folder} is not shared. {explanation}")
+                self.remarks.append(f"{folder} is not shared. {explanation}")
 
     def s3_findings(self) -> Iterator[Finding]:
         if self.flags.s3:
@@ -272,12 +272,12 @@ class Checks:
             latency_ms = max(rank["latency_s"] for rank in measured_answers) * 1e3
             gb_per_s = min(rank["gb_per_s"] for rank in measured_answers)
             backend = f"{measured_answers[0]['backend']} over {', '.join(sorted(set(interfaces)))}"
-            self.notes.append(f"all-reduce ({backend}): {latency_ms:.2f} ms, 64 MiB at {gb_per_s:.2f} GB/s")
+            self.remarks.append(f"all-reduce ({backend}): {latency_ms:.2f} ms, 64 MiB at {gb_per_s:.2f} GB/s")
 
     def job_findings(self, model_facts: dict[str, Any]) -> Iterator[Finding]:
         if "unchecked" in model_facts:
             reason = model_facts["unchecked"]
-            self.notes.append(f"The model, strategy and batch size were not checked, because {reason}")
+            self.remarks.append(f"The model, strategy and batch size were not checked, because {reason}")
             return
         self.checked_codes.append("script")
         if "error" in model_facts:

@@ -35,7 +35,7 @@ PRETRAINED_WEIGHTS_KEYS = ("tag", "license", "paper_ids", "paper_name", "origin_
 class ExportedModel:
     """Trained model with all information that the exported files contain."""
 
-    trained: TrainedModel
+    trained_model: TrainedModel
     script: ModuleType
     recipe: ImageRecipe
     model: nn.Module  # model in fp32 and evaluation mode
@@ -134,10 +134,10 @@ def write_model(exported_model: ExportedModel, folder: Path) -> dict[str, Any]:
     recipe = recipe_part(exported_model.recipe)
     recipe["data"] = data_path if is_public else f"./{Path(data_path).name}"
     recipe.pop("weights", None)
-    trained_by: dict[str, Any] = {"script": exported_model.trained.script, "recipe": recipe}
+    trained_by: dict[str, Any] = {"script": exported_model.trained_model.script, "recipe": recipe}
     trained_by |= {"classes": exported_model.classes, "cropped": exported_model.is_cropped}
     trained_by["preprocessing"] = exported_model.preprocessing.to_json()
-    trained_by["names"] = exported_model.trained.names
+    trained_by["names"] = exported_model.trained_model.names
     (folder / CONFIG_FILE).write_text(json.dumps(config_json | {"trained_by": trained_by}, indent=2) + "\n")
     shutil.copymode(folder / CONFIG_FILE, folder / WEIGHTS_FILE)  # safetensors writes private files
     return config_json

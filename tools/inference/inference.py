@@ -28,7 +28,7 @@ from onecurve.system.threads import Heartbeat, run_with_heartbeat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Inference:
+class InferenceSettings:
     """Settings for commands that run inference with a trained model."""
 
     help_group = (
@@ -72,7 +72,7 @@ class Inference:
         return start(Job(batch_size=self.per_device_batch_size * world_size(), compile="no", **job_settings))
 
     @contextlib.contextmanager
-    def trained(
+    def opened_model(
         self, accelerator: Accelerator, location: str, list_inputs: Callable[[], Any] = lambda: None
     ) -> Iterator[tuple[TrainedModel, Any, Path]]:
         """Find and verify the model on the main process. All processes must call this method.

@@ -105,9 +105,9 @@ def picture_batches(
 ) -> Iterator[PictureBatch]:
     """Yield batches of up to `batch_size` images in the order of `ids`, decoded in `workers` processes."""
     batch_ids = [list(ids[start : start + batch_size]) for start in range(0, len(ids), batch_size)]
-    options: dict[str, Any] = {"worker_init_fn": start_worker} if workers else {}
-    options |= {"num_workers": workers, "collate_fn": _collate_pictures}
-    loader = DataLoader(pictures, batch_sampler=batch_ids, **options)
+    loader_options: dict[str, Any] = {"worker_init_fn": start_worker} if workers else {}
+    loader_options |= {"num_workers": workers, "collate_fn": _collate_pictures}
+    loader = DataLoader(pictures, batch_sampler=batch_ids, **loader_options)
     yield from while_workers_live(loader)
 
 

@@ -22,7 +22,7 @@ PRINTED_CLASSES = 20  # maximum number of classes for which all classes and the 
 WORST_CLASSES = 10  # number of printed classes if there are more than PRINTED_CLASSES classes
 MAX_NAME_CHARACTERS = 24  # maximum number of printed characters in a class name
 CLASS_METRICS = ("precision", "recall", "f1", "specificity", "support")
-FILES = ("worst.png", "confusion.png", "predictions.csv", "report.json")
+REPORT_FILES = ("worst.png", "confusion.png", "predictions.csv", "report.json")
 # Columns of predictions.csv, and keys of the entries in "worst"
 PREDICTION_COLUMNS = ("id", "file", "label", "predicted", "probability")
 
@@ -87,7 +87,7 @@ def write_report(
     worst_pixels: np.ndarray,
     title: str,
 ) -> None:
-    """Write each file in FILES atomically.
+    """Write each file in REPORT_FILES atomically.
 
     `worst_pixels` contains the worst mistakes' images, uint8 [n, H, W, 3].
     """
@@ -102,7 +102,7 @@ def write_report(
         captions.append(f"{image_name}\n{caption}")
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".half-", dir=folder) as temporary:
-        report_paths = (Path(temporary) / file_name for file_name in FILES)
+        report_paths = (Path(temporary) / file_name for file_name in REPORT_FILES)
         worst_png, confusion_png, predictions_csv, report_json = report_paths
         plots.draw_image_sheet(worst_png, worst_pixels, captions, f"{title}: most confident mistakes")
         plots.draw_confusion(confusion_png, summary, f"{title}: top-1 {summary['top1']:.4f}")
@@ -115,7 +115,7 @@ def write_report(
         # classes.
         json_lines = [f'"{key}": {json.dumps(value)}' for key, value in summary.items()]
         write_text(report_json, "{\n" + ",\n".join(json_lines) + "\n}\n")
-        for file_name in FILES:
+        for file_name in REPORT_FILES:
             (Path(temporary) / file_name).replace(folder / file_name)
 
 

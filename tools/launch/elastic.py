@@ -36,7 +36,7 @@ from onecurve.system.env import MOST_HOSTS_VARIABLE, PER_DEVICE_VARIABLE, PREEMP
 from onecurve.system.text import plural
 from tools.launch.agent import FENCE_TIMEOUT_S
 from tools.launch.hosts import SSH_FAILURE_STATUS, Host, is_this_host
-from tools.launch.job import LaunchPlan, fail, failure_cause
+from tools.launch.job import LaunchPlan, failure_cause, print_error
 from tools.launch.launcher import CONNECT_TIMEOUT_S, HostConnection, Launcher
 
 HOST_LOST_S = 12  # seconds without a heartbeat from an agent after which the host is considered lost
@@ -389,7 +389,7 @@ class ElasticJob(Launcher):
             # Before the first training step, only a different number of hosts can prevent the failure.
             can_divide_batch = self._can_divide_batch(len(self.members))
             if can_divide_batch or not self._choose_members(self.members):
-                return fail(self._failure_message())
+                return print_error(self._failure_message())
             self.log(f"the batch can't be divided evenly among {plural(len(self.members), 'host')}")
             return None
         if not lost_names and self._exclude_faulty_hosts():
@@ -401,7 +401,7 @@ class ElasticJob(Launcher):
         self.fruitless_rounds += 1
         if self.fruitless_rounds > MAX_FRUITLESS_ROUNDS:
             problem = f"{MAX_FRUITLESS_ROUNDS} rounds failed without a new checkpoint"
-            return fail(f"{problem}: {self._failure_message()}")
+            return print_error(f"{problem}: {self._failure_message()}")
         return None
 
     def _exclude_faulty_hosts(self) -> bool:
@@ -465,7 +465,7 @@ class ElasticJob(Launcher):
         hosts_text = f"available hosts: {available_text} of {', '.join(self.host_names)}"
         message = f"{problem} within {TOO_FEW_HOSTS_TIMEOUT_S} s ({hosts_text})"
         if not self.began_event:
-            return fail(message)
+            return print_error(message)
         self.log(message)
         return self.end_preempted()
 

@@ -225,11 +225,12 @@ class JobRunner(Launcher):
         first_failed = min(self.failed_connections, key=lambda connection: failure_cause(connection).doubt)
         has_stopped_others = len(self.connections) > 1 and first_failed.hello_event
         consequence = "All other hosts were stopped. " if has_stopped_others else ""
-        reason = failure_cause(first_failed).reason
-        return fail(f"{first_failed.host.name}: {reason}. {consequence}See the log {first_failed.log_file}")
+        host_and_reason = f"{first_failed.host.name}: {failure_cause(first_failed).reason}"
+        return print_error(f"{host_and_reason}. {consequence}See the log {first_failed.log_file}")
 
 
-def fail(message: str) -> int:
+def print_error(message: str) -> int:
+    """Print an error message and return the exit status 1."""
     print(f"error: {message}", file=sys.stderr)
     return 1
 

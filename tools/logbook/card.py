@@ -20,11 +20,11 @@ MAX_CLASS_ROWS = 100  # maximum number of classes for a table with one row per c
 
 def model_card(model_name: str, exported_model: "ExportedModel", config_json: dict[str, Any]) -> str:
     """Return the model card as Markdown with Hub metadata. `config_json` is the content of config.json."""
-    trained_run_folder = run_folder(exported_model.trained.weights)
+    trained_run_folder = run_folder(exported_model.trained_model.weights)
     run: RunRecord | None = None
     with contextlib.suppress(ValueError, OSError):
         run = RunRecord(trained_run_folder) if trained_run_folder else None
-    flag_values = (exported_model.trained.recipe or {}).items()
+    flag_values = (exported_model.trained_model.recipe or {}).items()
     text_by_flag = {flag: flag_text(value) for flag, value in flag_values if value is not None}
     # State the run's data even if --data differs now, because the accuracy was measured on the run's data.
     data_path = text_by_flag.get("data", exported_model.recipe.data)
@@ -43,10 +43,10 @@ def model_card(model_name: str, exported_model: "ExportedModel", config_json: di
         classes=len(exported_model.classes),
         script=f"{exported_model.script.__name__}.py",
         run=run,
-        step=exported_model.trained.step,
+        step=exported_model.trained_model.step,
         data=data_name,
         is_timm_model=exported_model.is_timm_model,
-        recipe_changes=_recipe_changes(run, exported_model.trained.step or 0) if run else [],
+        recipe_changes=_recipe_changes(run, exported_model.trained_model.step or 0) if run else [],
         recipe=recipe_rows,
         **(_accuracy_values(exported_model, run) if run else {}),
     )
@@ -63,9 +63,9 @@ def _raw_accuracy(exported_model: "ExportedModel") -> float | None:
 
     The run's other results use the EMA.
     """
-    weights_file = Path(exported_model.trained.weights)
+    weights_file = Path(exported_model.trained_model.weights)
     has_raw_weights = weights_file.name == MODEL_FILE and weights_file.with_name(EMA_FILE).exists()
-    return exported_model.trained.accuracy if has_raw_weights else None
+    return exported_model.trained_model.accuracy if has_raw_weights else None
 
 
 def _public_part(name_or_path: str) -> str:
@@ -79,8 +79,8 @@ def _public_part(name_or_path: str) -> str:
 
 def _recipe_changes(run: RunRecord, exported_step: int) -> list[str]:
     """Return a line for each start before the exported step that changed the recipe."""
-    earlier_starts = [start for start in run.kept_starts if start.first < exported_step]
-    changes = [(start.first, recipe_change(start, _public_part)) for start in earlier_starts]
+    earlier_starts = [start for start in run.kept_starts if start.begin_step < exported_step]
+    changes = [(start.begin_step, recipe_change(start, _public_part)) for start in earlier_starts]
     return [f"step {first_step:,}: {change}" for first_step, change in changes if change]
 
 
@@ -91,20 +91,21 @@ def _hub_metadata(
 
     The licence is `unknown`. The accuracy is left out if it covers only part of a split.
     """
-    facts = {} if run is None or run.recipe.get("max_val_images") else run.facts
+    result_values = {} if run is None or run.recipe.get("max_val_images") else run.result_values
     metadata: dict[str, Any] = {
         "license": "unknown",
         "library_name": "timm" if exported_model.is_timm_model else "pytorch",
         "pipeline_tag": "image-classification",
         "tags": ["image-classification"],
     }
-    if exported_model.trained.step == facts.get("best_step") and "best_accuracy" in facts:
+    is_best_step = exported_model.trained_model.step == result_values.get("best_step")
+    if is_best_step and "best_accuracy" in result_values:
         raw_accuracy = _raw_accuracy(exported_model)
-        is_tested = "test_accuracy" in facts and raw_accuracy is None
-        headline_accuracy = facts["test_accuracy" if is_tested else "best_accuracy"]
+        is_tested = "test_accuracy" in result_values and raw_accuracy is None
+        headline_accuracy = result_values["test_accuracy" if is_tested else "best_accuracy"]
         accuracy = headline_accuracy if raw_accuracy is None else raw_accuracy
         metric = {"type": "accuracy", "value": accuracy}
-        split_name = facts.get("test_name" if is_tested else "val_name", "val")
+        split_name = result_values.get("test_name" if is_tested else "val_name", "val")
         dataset = {"name": data_name, "type": data_name, "split": split_name}
         hub_result = {"task": {"type": "image-classification"}, "dataset": dataset, "metrics": [metric]}
         metadata["model-index"] = [{"name": model_name, "results": [hub_result]}]
@@ -113,7 +114,7 @@ def _hub_metadata(
 
 def _accuracy_values(exported_model: "ExportedModel", run: RunRecord) -> dict[str, Any]:
     """Return the accuracies and, if a confusion matrix exists for the model's step, per-class metrics."""
-    step, facts, split = exported_model.trained.step, run.facts, "val"
+    step, result_values, split = exported_model.trained_model.step, run.result_values, "val"
     if (raw_accuracy := _raw_accuracy(exported_model)) is not None:
         metric_rows = [("accuracy", f"{raw_accuracy:.4f}")]
         return {"images": run.describe_evaluated_images(), "measures": metric_rows, "by_class": None}
@@ -122,10 +123,10 @@ def _accuracy_values(exported_model: "ExportedModel", run: RunRecord) -> dict[st
     metric_rows = [
         (key.removeprefix("val/"), f"{value:.4f}") for key, value in logged_values if key.startswith("val/")
     ]
-    if "test_name" in facts and step == facts.get("best_step"):
+    if "test_name" in result_values and step == result_values.get("best_step"):
         split = "test"
-        metric_rows = [(metric, f"{facts[f'test_{metric}']:.4f}") for metric in ("accuracy", "loss")]
-    weights_path = f"{step_name(step or 0)}/{Path(exported_model.trained.weights).name}"
+        metric_rows = [(metric, f"{result_values[f'test_{metric}']:.4f}") for metric in ("accuracy", "loss")]
+    weights_path = f"{step_name(step or 0)}/{Path(exported_model.trained_model.weights).name}"
     reports = [report for report in run.validation_reports.values() if not report.get("classes_left_out")]
     reports = [report for report in reports if report.get("checkpoint", "").endswith(weights_path)]
     matrices = [report for report in reports if report.get("split") == split and "confusion" in report]

@@ -62,9 +62,9 @@ class Comparison:
         Numbers are appended to identical names.
         """
         runs = self.runs
-        scripts = [run.facts.get("script", "unknown") for run in runs]
+        scripts = [run.result_values.get("script", "unknown") for run in runs]
         jobs = [run.strategies_and_processes for run in runs]
-        hosts = [plural(run.facts.get("hosts", "?"), "host") for run in runs]
+        hosts = [plural(run.result_values.get("hosts", "?"), "host") for run in runs]
         shared_flags = [flag for flag in runs[0].recipe if all(flag in run.recipe for run in runs)]
         position_in_names = declared_values("in_names")
         naming_flags = [flag for flag in shared_flags if flag in position_in_names]
@@ -92,7 +92,8 @@ class Comparison:
     @property
     def target(self) -> float | None:
         """Target accuracy for the row `time to accuracy`."""
-        best_accuracies = [run.facts["best_accuracy"] for run in self.runs if "best_accuracy" in run.facts]
+        results = [run.result_values for run in self.runs]
+        best_accuracies = [values["best_accuracy"] for values in results if "best_accuracy" in values]
         return self.target_accuracy or min(best_accuracies, default=None)
 
 
@@ -118,13 +119,13 @@ def different_images(first_run: RunRecord, other_run: RunRecord) -> str:
     Skip properties that one of the runs does not record, for example the split of a killed run.
     """
     runs = (first_run, other_run)
-    sources = [run.settings.get("source") for run in runs]
+    sources = [run.recipe_file.get("source") for run in runs]
     values_by_property = {
         "data": sources if all(sources) else [run.data_name for run in runs],
-        "split": [run.facts.get("val_name") for run in runs],
-        "images": [None if run.fold else run.facts.get("val_images") for run in runs],
+        "split": [run.result_values.get("val_name") for run in runs],
+        "images": [None if run.fold else run.result_values.get("val_images") for run in runs],
         "chosen": [
-            run.settings.get("val_chosen") if run.recipe.get("max_val_images") else "all" for run in runs
+            run.recipe_file.get("val_chosen") if run.recipe.get("max_val_images") else "all" for run in runs
         ],
     }
     known_values = {name: values for name, values in values_by_property.items() if None not in values}
@@ -144,18 +145,18 @@ def speed_up_over(first_run: RunRecord, run: RunRecord, time_key: str) -> tuple[
     """Return the speed-up in `time_key` (train_s or wall_s) and an empty reason, or None and a reason."""
     labels = {"batch_size": "batch size", "steps": "number of steps", "data": "data", "script": "script"}
     for key, label in labels.items():
-        value, reference = run.facts.get(key), first_run.facts.get(key)
+        value, reference = run.result_values.get(key), first_run.result_values.get(key)
         if value != reference:
             return None, f"the {label} is {value}, but {reference} in the first run"
     for compared_run in (first_run, run):
         subject = "the first run" if compared_run is first_run else "the run"
-        if compared_run.facts["status"] != "finished":
+        if compared_run.result_values["status"] != "finished":
             return None, f"{subject} is not finished"
-        if not compared_run.facts.get(time_key):
+        if not compared_run.result_values.get(time_key):
             return None, f"{subject} has no {time_key}"
         if compared_run.recipe_changes:
             return None, f"{subject} changed its recipe: {'; '.join(compared_run.recipe_changes)}"
-    return first_run.facts[time_key] / run.facts[time_key], ""
+    return first_run.result_values[time_key] / run.result_values[time_key], ""
 
 
 def setting_differences(runs: list[RunRecord]) -> dict[str, list[str]]:
@@ -170,10 +171,10 @@ def setting_differences(runs: list[RunRecord]) -> dict[str, list[str]]:
 def _sharding_differences(runs: list[RunRecord]) -> dict[str, list[str]]:
     """Map each sharding setting that differs between runs with the same strategy to its values."""
     differences = {}
-    strategies = [run.facts.get("strategy") for run in runs]
+    strategies = [run.result_values.get("strategy") for run in runs]
     for strategy in dict.fromkeys(strategies):
         shardings = [
-            run.settings.get("sharding", {}) if run_strategy == strategy else None
+            run.recipe_file.get("sharding", {}) if run_strategy == strategy else None
             for run, run_strategy in zip(runs, strategies, strict=True)
         ]
         setting_names = dict.fromkeys(name for sharding in shardings for name in sharding or ())
@@ -189,17 +190,16 @@ def _sharding_differences(runs: list[RunRecord]) -> dict[str, list[str]]:
 
 def run_settings(run: RunRecord) -> dict[str, str]:
     """Return the run's settings that a comparison lists when they differ between runs."""
-    facts, settings = run.facts, run.settings
     excluded_flags = (*_result_flags(), *RESOLVED_FLAGS)
     flags = [flag for flag in run.recipe if flag not in excluded_flags]
     flag_values = {flag: run.setting_over_starts(partial(_flag_value, flag)) for flag in flags}
     keys = ["script", "data", "batch_size", "per_device_batch_size", "accumulation_steps", "epochs", "steps"]
     keys += ["mixed_precision", "half_precision", "gradient_reduction", "compile", "grad_checkpointing"]
     keys += ["step_graph", "val_name", "val_images", "status"]
-    recorded_keys = [key for key in keys if key in facts]
+    recorded_keys = [key for key in keys if key in run.result_values]
     versions = {
         f"version of {package}": run.setting_over_starts(partial(_package_version, package))
-        for package in settings.get("versions", {})
+        for package in run.recipe_file.get("versions", {})
     }
     telemetry_headers = [line for lines in run.telemetry.values() for line in lines if "cpus" in line]
     host_types = {f"{line['cpus']} CPUs, {line.get('memory_gib', 0):.0f} GiB" for line in telemetry_headers}
@@ -210,7 +210,7 @@ def run_settings(run: RunRecord) -> dict[str, str]:
         "commit": run.setting_over_starts(methodcaller("get", "git_commit", "unknown")),
         "device": run.setting_over_starts(_device_types),
         "host": "; ".join(sorted(host_types)) or "unknown",
-        "started from": public_path(settings.get("resumed_from", "fresh weights")),
+        "started from": public_path(run.recipe_file.get("resumed_from", "fresh weights")),
     }
 
 
@@ -250,7 +250,7 @@ def comparison_page(comparison: Comparison, plots_link: str, page_links: list[st
     problems = [f"{name}: {problem}" for name, run in named_runs for problem in run.problems]
     return render(
         "compare.md.j2",
-        title=title(comparison),
+        title=page_title(comparison),
         members=list(zip(runs, run_names, page_links, strict=True)),
         names=run_names,
         groups=groups,
@@ -270,7 +270,7 @@ def _search_values(search: dict[str, Any]) -> dict[str, Any]:
     return fill_missing(search, value_types(SearchResult)) | {"name": search_name}
 
 
-def title(comparison: Comparison) -> str:
+def page_title(comparison: Comparison) -> str:
     first_run = comparison.runs[0]
     return f"{first_run.model} on {first_run.data_name}: {'; '.join(comparison.names)}"
 
@@ -293,10 +293,10 @@ def _timing_warnings(columns: list[dict[str, Any]]) -> list[str]:
 
 
 def _run_column(comparison: Comparison, run: RunRecord, name: str) -> dict[str, Any]:
-    """Return the values in a run's table column, together with the run's facts."""
-    first_run, facts = comparison.runs[0], run.facts
+    """Return the values in a run's table column, together with the values in its result.json."""
+    first_run, result_values = comparison.runs[0], run.result_values
     speed_up, reason = speed_up_over(first_run, run, "train_s")
-    first_processes, processes = first_run.facts.get("processes"), facts.get("processes")
+    first_processes, processes = first_run.result_values.get("processes"), result_values.get("processes")
     if run is not first_run and not (first_run.has_constant_hardware and run.has_constant_hardware):
         processes = None  # result.json contains only the last start's processes
     keys_set_by_starts = ("processes", "batch_size", "per_device_batch_size")
@@ -307,7 +307,7 @@ def _run_column(comparison: Comparison, run: RunRecord, name: str) -> dict[str, 
     utilisation, device = run.mean_utilisation_pct
     times_reached = (line["wall_s"] for line in run.evaluations if line.get("val/accuracy", -1) >= target)
     total_speed_up, _ = speed_up_over(first_run, run, "wall_s")
-    return facts | {
+    return result_values | {
         **{key: run.setting_over_starts(methodcaller("get", key)) for key in keys_set_by_starts},
         "hosts": run.setting_over_starts(host_count),
         "name": name,
@@ -325,12 +325,12 @@ def _run_column(comparison: Comparison, run: RunRecord, name: str) -> dict[str, 
 
 def _largest_batch(run: RunRecord, searches: tuple[dict[str, Any], ...]) -> int | None:
     """Return the largest batch size that a search with the run's settings reported, or None."""
-    fact_keys = ["script", "strategy", "processes", "mixed_precision", "half_precision", "compile"]
-    fact_keys += ["grad_checkpointing"]
+    result_keys = ["script", "strategy", "processes", "mixed_precision", "half_precision", "compile"]
+    result_keys += ["grad_checkpointing"]
     for search in searches if run.has_constant_hardware else ():
         has_same_recipe = all(run.recipe.get(flag) == value for flag, value in search["recipe"].items())
-        has_same_sharding = search.get("sharding") == run.settings.get("sharding")
-        has_same_facts = all(search.get(key) == run.facts.get(key) for key in fact_keys)
-        if has_same_recipe and has_same_sharding and has_same_facts:
+        has_same_sharding = search.get("sharding") == run.recipe_file.get("sharding")
+        has_same_results = all(search.get(key) == run.result_values.get(key) for key in result_keys)
+        if has_same_recipe and has_same_sharding and has_same_results:
             return search.get("answer")
     return None

@@ -142,8 +142,8 @@ def draw_comparison(comparison: Comparison, file: Path) -> None:
     for name, runs in runs_by_name.items():
         _add_mean_curve(accuracy_panel, name, runs, "val/accuracy", accuracy_x_key, accuracy_x_unit)
         _add_mean_curve(loss_panel, name, runs, "train/loss", "step", 1.0)
-        for fact, bar_panel in bar_panels.items():
-            if values := [run.facts[fact] for run in runs if fact in run.facts]:
+        for key, bar_panel in bar_panels.items():
+            if values := [run.result_values[key] for run in runs if key in run.result_values]:
                 bar_panel.bars[name] = fmean(values)
     title = f"{first_run.model} on {first_run.data_name}"
     draw_panels(file, [[accuracy_panel, loss_panel], list(bar_panels.values())], title)

@@ -9,7 +9,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from onecurve.run.starts import MAX_IN_TURN, RunStart
+from onecurve.run.starts import MAX_JOINED_VALUES, RunStart
 from onecurve.system.paths import public_path
 from onecurve.system.text import plural
 from tools.logbook.markdown import code_span, text
@@ -32,8 +32,9 @@ UNRECORDED = "started by an earlier version without records of starts (settings 
 
 def setting_over_steps(run: RunRecord, read_setting: SettingReader) -> Any:
     """Return the last start's setting, or text such as `a to step 60, then b` if the starts differ."""
-    settings_and_last_steps = [(text(read_setting(start.settings)), start.last) for start in run.kept_starts]
-    starts_by_setting = groupby(settings_and_last_steps, key=lambda setting_and_step: setting_and_step[0])
+    kept_starts = run.kept_starts
+    settings_and_steps = [(text(read_setting(start.settings)), start.last_kept_step) for start in kept_starts]
+    starts_by_setting = groupby(settings_and_steps, key=lambda setting_and_step: setting_and_step[0])
     settings_in_order = []  # each setting with the last step that was trained with the setting
     for setting, starts in starts_by_setting:
         *_, (_, last_step) = starts
@@ -43,9 +44,9 @@ def setting_over_steps(run: RunRecord, read_setting: SettingReader) -> Any:
     *earlier_settings, (last_setting, _) = settings_in_order
     texts = [Markup("{} to step {:,}").format(setting, step) for setting, step in earlier_settings]
     texts.append(last_setting)
-    if len(texts) > MAX_IN_TURN:
-        other_count = Markup("{} others").format(len(texts) - MAX_IN_TURN + 1)
-        texts = [*texts[: MAX_IN_TURN - 2], other_count, texts[-1]]
+    if len(texts) > MAX_JOINED_VALUES:
+        other_count = Markup("{} others").format(len(texts) - MAX_JOINED_VALUES + 1)
+        texts = [*texts[: MAX_JOINED_VALUES - 2], other_count, texts[-1]]
     return Markup(", then ").join(texts)
 
 
@@ -105,8 +106,8 @@ SETTING_READERS: dict[str, SettingReader] = {
 
 def setting_rows(run: RunRecord) -> list[list[Any]]:
     """Return one row per setting for the page's table."""
-    initial_weights = public_path(run.settings.get("resumed_from", "fresh weights"))
-    resumed_steps = [f"{start.first:,}" for start in run.kept_starts[1:]]
+    initial_weights = public_path(run.recipe_file.get("resumed_from", "fresh weights"))
+    resumed_steps = [f"{start.begin_step:,}" for start in run.kept_starts[1:]]
     noun = "steps" if len(resumed_steps) > 1 else "step"
     resumed = f"; resumed at {noun} {', '.join(resumed_steps)}" if resumed_steps else ""
     rows = [[title, setting_over_steps(run, read_setting)] for title, read_setting in SETTING_READERS.items()]
@@ -135,8 +136,8 @@ def commands_text(run: RunRecord) -> str:
     """
     start_commands = [command_text(start.settings) for start in run.kept_starts]
     if len(set(start_commands)) < 2:
-        return command_text(run.settings)
-    comments = [f"# steps {start.first + 1:,} to {start.last:,}" for start in run.kept_starts]
+        return command_text(run.recipe_file)
+    comments = [f"# steps {start.begin_step + 1:,} to {start.last_kept_step:,}" for start in run.kept_starts]
     commented_commands = zip(comments, start_commands, strict=True)
     return "\n".join(f"{comment}\n{words or '# not recorded'}" for comment, words in commented_commands)
 
@@ -157,8 +158,9 @@ def _start_row(run: RunRecord, start_index: int) -> list[Any]:
     start = run.starts[start_index]
     settings, earlier_starts = start.settings, run.starts[:start_index]
     began_at = time.strftime("%Y-%m-%d %H:%M", time.gmtime(settings["at"])) if "at" in settings else None
-    steps = f"{start.first + 1:,} to {start.last:,}" if start.last > start.first else "none"
-    previous = next((earlier for earlier in reversed(earlier_starts) if earlier.first < start.first), None)
+    steps = f"{start.begin_step + 1:,} to {start.last_kept_step:,}" if start.trains_kept_steps else "none"
+    previous_starts = (earlier for earlier in earlier_starts[::-1] if earlier.begin_step < start.begin_step)
+    previous = next(previous_starts, None)
     changes = [recipe_change(start), *(_setting_changes(previous, start) if previous else ())]
     if not start.is_recorded:
         changes = [UNRECORDED]

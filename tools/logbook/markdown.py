@@ -34,8 +34,8 @@ def _environment() -> Environment:
         finalize=text,
         undefined=StrictUndefined,
     )
-    filter_functions = (block, bullets, columns, each, folded, formatted, known, link, plural, url)
-    environment.filters |= {filter_function.__name__: filter_function for filter_function in filter_functions}
+    helpers = (bullets, code_block, folded, formatted, item_table, known_rows, link, plural, url, values_of)
+    environment.filters |= {helper.__name__: helper for helper in helpers}
     environment.filters |= {"code": code_span, "table": markdown_table}
     return environment
 
@@ -57,7 +57,7 @@ def code_span(content: object, in_table: bool = True) -> Markup:
     return Markup(span.replace("|", "\\|") if in_table else span)
 
 
-def block(content: str, language: str = "") -> Markup:
+def code_block(content: str, language: str = "") -> Markup:
     code = printable_lines(content)
     fence = _fence(code, min_backticks=3)
     return Markup(f"{fence}{language}\n{code.rstrip()}\n{fence}")
@@ -89,7 +89,7 @@ def markdown_table(
     return Markup("\n".join(table_lines) if len(table_lines) > 2 else "")
 
 
-def known(rows: Iterable[tuple[object, str, Any]]) -> list[list[object]]:
+def known_rows(rows: Iterable[tuple[object, str, Any]]) -> list[list[object]]:
     """Format the values in all rows, and drop rows in which all values are None.
 
     Args:
@@ -103,11 +103,13 @@ def known(rows: Iterable[tuple[object, str, Any]]) -> list[list[object]]:
     return formatted_rows
 
 
-def each(items: Iterable[Mapping[str, Any]], key: str) -> list[Any]:
+def values_of(items: Iterable[Mapping[str, Any]], key: str) -> list[Any]:
     return [item.get(key) for item in items]
 
 
-def columns(items: Sequence[Mapping[str, Any]], labels_and_formats: Mapping[str, tuple[str, str]]) -> Markup:
+def item_table(
+    items: Sequence[Mapping[str, Any]], labels_and_formats: Mapping[str, tuple[str, str]]
+) -> Markup:
     """Return a table with one row per item and one column for each key that occurs in an item.
 
     Args:

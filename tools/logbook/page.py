@@ -12,7 +12,7 @@ from onecurve.system.files import files_inside
 from onecurve.system.paths import public_path
 from onecurve.system.text import some_of
 from tools.logbook import history
-from tools.logbook.markdown import code_span, each, formatted, render
+from tools.logbook.markdown import code_span, formatted, render, values_of
 from tools.logbook.run_record import (
     VERIFICATION_MEANING,
     RunRecord,
@@ -39,22 +39,22 @@ def run_page(run: RunRecord, page_stem: str, plot_files: list[str]) -> str:
     """
     from onecurve.run.end_tables import early_end_in_words  # this import loads torch
 
-    facts = fill_missing(run.facts, value_types(Result))
-    settings = fill_missing(run.settings, value_types(RecipeFile))
+    result_values = fill_missing(run.result_values, value_types(Result))
+    recipe_file = fill_missing(run.recipe_file, value_types(RecipeFile))
     recipe_rows = {flag: [code_span(flag), history.recipe_value(run, flag)] for flag in run.recipe}
-    defaults = settings["defaults"] or {}
+    defaults = recipe_file["defaults"] or {}
     flags_with_default = [flag for flag in recipe_rows if flag in defaults]
     changed_flags = [flag for flag in flags_with_default if not history.is_default(run, flag, defaults[flag])]
     evaluations = _headline_evaluations(run)
-    memory_rows = [{"process": rank} | peaks for rank, peaks in enumerate(facts["memory_gib"] or [])]
+    memory_rows = [{"process": rank} | peaks for rank, peaks in enumerate(result_values["memory_gib"] or [])]
     return render(
         "run.md.j2",
         run=run,
         stem=page_stem,
         pictures=plot_files,
-        facts=facts,
-        settings=settings,
-        early_end=early_end_in_words(run.facts),
+        result_values=result_values,
+        recipe_file=recipe_file,
+        early_end=early_end_in_words(run.result_values),
         evaluations=evaluations,
         measured=_metric_rows(evaluations.values()),
         reports={name: _report_values(report) for name, report in run.validation_reports.items() if report},
@@ -80,16 +80,16 @@ def index_values(run: RunRecord) -> dict[str, Any]:
     """Return the values that the index shows for a run."""
     values = {"model": run.model, "data": run.data_name, "is_rehearsal": run.is_rehearsal}
     values |= {key: run.setting_over_starts(methodcaller("get", key)) for key in KEYS_SET_BY_STARTS}
-    defaults = run.settings.get("defaults") or {}
+    defaults = run.recipe_file.get("defaults") or {}
     flags_with_column = {*values, *declared_values("locates")}
     other_flags = [flag for flag in defaults if flag not in flags_with_column and flag in run.recipe]
     changed_flags = [flag for flag in other_flags if not history.is_default(run, flag, defaults[flag])]
     flag_texts = [f"{flag} {public_path(flag_text(run.recipe[flag]))}" for flag in changed_flags]
     values |= {"flags": ", ".join(flag_texts), "hosts": run.setting_over_starts(host_count)}
-    return {key: run.facts.get(key) for key in INDEX_KEYS} | values
+    return {key: run.result_values.get(key) for key in INDEX_KEYS} | values
 
 
-def index(values_by_page: dict[str, dict[str, Any]], title_by_page: dict[str, str]) -> str:
+def index_page(values_by_page: dict[str, dict[str, Any]], title_by_page: dict[str, str]) -> str:
     """Return the index page.
 
     `values_by_page` contains each run page's index_values. `title_by_page` contains the titles of the
@@ -102,29 +102,29 @@ def index(values_by_page: dict[str, dict[str, Any]], title_by_page: dict[str, st
 
 def _headline_evaluations(run: RunRecord) -> dict[str, dict[str, Any]]:
     """Map a description of each headline evaluation (test split, best step, last step) to its metrics."""
-    facts = run.facts
+    result_values = run.result_values
     best, final, test = (
-        {f"val/{metric}": facts.get(f"{prefix}_{metric}") for metric in METRICS}
+        {f"val/{metric}": result_values.get(f"{prefix}_{metric}") for metric in METRICS}
         for prefix in ("best", "final", "test")
     )
-    best["step"] = facts.get("best_step")
+    best["step"] = result_values.get("best_step")
     best |= next((line for line in run.evaluations if line["step"] == best["step"]), {})
     final |= run.evaluations[-1] if run.evaluations else {}
     best_step, final_step = (formatted(line.get("step"), "step {:,}") or "-" for line in (best, final))
     best_title = f"best on the {run.describe_evaluated_images()}, {best_step}"
     evaluations = {best_title: best, f"final, {final_step}": final}
-    if "test_name" in facts:
+    if "test_name" in result_values:
         test_images = run.describe_evaluated_images("test")
         return {f"on the {test_images}, with the weights of {best_step}": test} | evaluations
     return evaluations
 
 
 def _metric_rows(evaluations: Collection[dict[str, Any]]) -> list[tuple[str, str, list[float | None]]]:
-    """Return one row per metric in the format of markdown.known()."""
+    """Return one row per metric in the format of markdown.known_rows()."""
     title_by_name = {name: metric.title for name, metric in METRICS.items() if metric.is_share}
     title_by_name |= {"raw_accuracy": "accuracy without EMA"}
     title_by_name |= {name: metric.title for name, metric in METRICS.items() if not metric.is_share}
-    return [(title, "{:.4f}", each(evaluations, f"val/{name}")) for name, title in title_by_name.items()]
+    return [(title, "{:.4f}", values_of(evaluations, f"val/{name}")) for name, title in title_by_name.items()]
 
 
 def _report_values(report: dict[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from onecurve.run.starts import (
     DATA_CONTENT,
     STARTS_FILE,
     RunStart,
-    in_turn,
+    join_with_then,
     kept_starts,
     starts_in_order,
 )
@@ -93,7 +93,7 @@ class RunRecord:
         metrics: Lines of metrics.jsonl.
         evaluations: Lines of metrics.jsonl that contain `val/loss`.
         telemetry: Lines of telemetry-<host>.jsonl by host.
-        facts: Values in result.json. Missing values are `derived_facts` from the other files.
+        result_values: Values in result.json. Missing values are `derived_values` from the other files.
         starts: Starts recorded in starts.jsonl, which earlier versions did not write.
         kept_starts: Starts that trained steps of the final result.
         verifications: Outcomes of verify.py.
@@ -112,8 +112,8 @@ class RunRecord:
             raise ValueError(f"{folder} is not a run folder. The folder contains none of these: {run_files}")
         self.folder = folder
         self.problems: list[str] = []
-        self.settings = self._read_json("recipe.json")
-        self.recipe = without_removed_flags(self.settings.get("recipe", {}))
+        self.recipe_file = self._read_json("recipe.json")
+        self.recipe = without_removed_flags(self.recipe_file.get("recipe", {}))
         self.metrics = self._read_lines("metrics.jsonl", {"step", "epoch", "wall_s"})
         self.evaluations = [line for line in self.metrics if "val/loss" in line]
         self.telemetry = {
@@ -122,14 +122,14 @@ class RunRecord:
         }
         if not self.telemetry and self.recipe.get("telemetry_s") != 0:
             self.problems.append("telemetry-<host>.jsonl is missing")
-        recorded_facts = self._read_json("result.json")
+        recorded_values = self._read_json("result.json")
         start_lines = self._read_lines(STARTS_FILE, set()) if (folder / STARTS_FILE).exists() else []
         reset_steps = [line.get("step", 0) for line in start_lines if resets_best_result(line)]
-        self.derived_facts = self._derive_facts(max(reset_steps, default=0))
-        self.facts = self.derived_facts | recorded_facts
-        self.starts = starts_in_order([*map(add_derived_values, start_lines)], self.facts.get("steps", 0))
+        self.derived_values = self._derive_result_values(max(reset_steps, default=0))
+        self.result_values = result_values = self.derived_values | recorded_values
+        self.starts = starts_in_order([*map(add_derived_values, start_lines)], result_values.get("steps", 0))
         self.kept_starts = kept_starts(self.starts)
-        has_evaluated_classes = self.facts["status"] == "finished" and "best_accuracy" in self.facts
+        has_evaluated_classes = result_values["status"] == "finished" and "best_accuracy" in result_values
         expects_confusion = has_evaluated_classes or (folder / "confusion.json").exists()
         self.confusion = self._read_confusion("confusion.json") if expects_confusion else {}
         verified_json = self._read_json(VERIFIED_FILE) if (folder / VERIFIED_FILE).exists() else {}
@@ -142,7 +142,7 @@ class RunRecord:
 
     @property
     def is_rehearsal(self) -> bool:
-        devices = self.settings.get("devices") or [self.facts.get("device", "")]
+        devices = self.recipe_file.get("devices") or [self.result_values.get("device", "")]
         return any(device.startswith("CPU") for device in devices)
 
     @property
@@ -178,7 +178,7 @@ class RunRecord:
     @property
     def unit(self) -> str:
         """Plural name of a sample: `images`, unless recipe.json contains a different unit."""
-        return self.settings.get("unit", "images")
+        return self.recipe_file.get("unit", "images")
 
     @property
     def identity(self) -> dict[str, str | None]:
@@ -194,8 +194,8 @@ class RunRecord:
 
     def host_summaries(self) -> Sequence[Mapping[str, Any]]:
         """Return a summary of each host's telemetry, in the format of result.json."""
-        if "telemetry" in self.facts:
-            return self.facts["telemetry"]
+        if "telemetry" in self.result_values:
+            return self.result_values["telemetry"]
         from onecurve.telemetry.summary import summarize
 
         summaries = []
@@ -206,14 +206,14 @@ class RunRecord:
                 summaries.append(summarize(self.folder / f"telemetry-{host}.jsonl"))
         return summaries
 
-    def _derive_facts(self, best_reset_step: int) -> dict[str, Any]:
+    def _derive_result_values(self, best_reset_step: int) -> dict[str, Any]:
         """Derive result.json's values from the other files.
 
         Args:
             best_reset_step: First step whose evaluation may be the best evaluation.
         """
-        settings, (recipe, _) = self.settings, split_by_type(self.recipe, VALUE_TYPES_BY_FILE["result.json"])
-        devices, hosts = settings.get("devices", []), settings.get("hosts", [])
+        recipe, _ = split_by_type(self.recipe, VALUE_TYPES_BY_FILE["result.json"])
+        devices, hosts = self.recipe_file.get("devices", []), self.recipe_file.get("hosts", [])
         best_by = recipe.get("best_by", "accuracy")
         comparable_lines = [line for line in self.evaluations if line["step"] >= best_reset_step]
         best_line = max(comparable_lines, key=lambda line: evaluation_score(line, best_by), default={})
@@ -237,7 +237,7 @@ class RunRecord:
         setting_names += ["mixed_precision", "half_precision", "gradient_reduction"]
         flag_names = ("data", "batch_size", "epochs", "seed")
         return {
-            **{name: settings[name] for name in setting_names if name in settings},
+            **{name: self.recipe_file[name] for name in setting_names if name in self.recipe_file},
             **{name: recipe[name] for name in flag_names if name in recipe},
             **{name: value for name, value in derived_values.items() if value is not None},
         }
@@ -246,31 +246,32 @@ class RunRecord:
     def last_start_settings(self) -> dict[str, Any]:
         """Settings of the last start that trained steps in the final result, in starts.jsonl's format."""
         if self.kept_starts and self.kept_starts[-1] is not self.starts[-1]:
-            return self.facts | self.kept_starts[-1].settings
-        hosts = self.settings.get("hosts") or self.facts.get("hosts", 1)
-        return self.settings | self.facts | {"hosts": hosts}
+            return self.result_values | self.kept_starts[-1].settings
+        hosts = self.recipe_file.get("hosts") or self.result_values.get("hosts", 1)
+        return self.recipe_file | self.result_values | {"hosts": hosts}
 
     def setting_over_starts(self, read_setting: Callable[[dict[str, Any]], Any]) -> Any:
         """Return the last start's setting, or text such as `a, then b` if the starts differ."""
         settings = [read_setting(start.settings) for start in self.kept_starts]
         texts = ["unknown" if setting is None else str(setting) for setting in settings]
-        return in_turn(texts) if len(set(texts)) > 1 else read_setting(self.last_start_settings)
+        return join_with_then(texts) if len(set(texts)) > 1 else read_setting(self.last_start_settings)
 
     def with_settings_of(self, start: RunStart) -> "RunRecord":
         """Return a copy of the run in which all starts have the given start's settings."""
         run, settings = copy.copy(self), start.settings
         if start is self.starts[-1]:
-            run.settings = settings | self.settings
+            run.recipe_file = settings | self.recipe_file
             return run
-        run.settings = settings
+        run.recipe_file = settings
         # Manifests from earlier versions lack some flags.
         run.recipe = ({} if start.is_recorded else self.recipe) | settings.get("recipe", {})
         result_keys = VALUE_TYPES_BY_FILE["result.json"]
-        run.facts = self.facts | {key: settings[key] for key in result_keys if key in settings}
-        run.facts["hosts"] = host_count(settings)
+        start_values = {key: value for key, value in settings.items() if key in result_keys}
+        run.result_values = self.result_values | start_values
+        run.result_values["hosts"] = host_count(settings)
         if {"epochs", "steps_per_epoch"} <= settings.keys():
-            run.facts["total_steps"] = settings["epochs"] * settings["steps_per_epoch"]
-        later_starts = [later for later in self.kept_starts if later.first >= start.last]
+            run.result_values["total_steps"] = settings["epochs"] * settings["steps_per_epoch"]
+        later_starts = [later for later in self.kept_starts if later.begin_step >= start.last_kept_step]
         if any(resets_best_result(later.settings) for later in later_starts):
             run.keys_of_later_start = {"val_name", "val_images", "test_name", "test_images"}
         return run
@@ -284,7 +285,7 @@ class RunRecord:
     @property
     def recipe_changes(self) -> list[str]:
         """Recipe changes by the kept starts, for example `step 100: lr was 0.01, now 0.001`."""
-        changes = [(start.first, recipe_change(start)) for start in self.kept_starts]
+        changes = [(start.begin_step, recipe_change(start)) for start in self.kept_starts]
         return [f"step {first_step:,}: {change}" for first_step, change in changes if change]
 
     # --- In words
@@ -302,39 +303,40 @@ class RunRecord:
     @property
     def model(self) -> str:
         """Value of --model, or the script's name if the script has no such flag."""
-        return str(self.recipe.get("model") or self.facts.get("script", "unknown script"))
+        return str(self.recipe.get("model") or self.result_values.get("script", "unknown script"))
 
     @property
     def data_name(self) -> str:
-        return Path(self.facts.get("data", "unknown data")).name
+        return Path(self.result_values.get("data", "unknown data")).name
 
     def describe_evaluated_images(self, split: str = "val") -> str:
         """Describe the images that were evaluated during training ("val") or after training ("test")."""
-        split_name, max_images = self.facts.get(f"{split}_name"), self.recipe.get("max_val_images")
+        split_name, max_images = self.result_values.get(f"{split}_name"), self.recipe.get("max_val_images")
         all_images = f"{split_name} split" if split_name else "held-out images"
         return f"{max_images:,} images of the {all_images}" if isinstance(max_images, int) else all_images
 
     @property
     def result_sentence(self) -> str:
         """The run's result as one line of plain text."""
-        facts = self.facts
+        results = self.result_values
         headline_keys = ("test_accuracy", "final_accuracy", "test_loss", "final_loss")
         outcome = f"no evaluation of {self.data_name}"
-        if headline_key := next((key for key in headline_keys if key in facts), None):
+        if headline_key := next((key for key in headline_keys if key in results), None):
             evaluation, _, metric = headline_key.partition("_")
             images = self.describe_evaluated_images("test" if evaluation == "test" else "val")
-            outcome = f"reaches {metric} {facts[headline_key]:.4f} on the {images} of {self.data_name}"
+            outcome = f"reaches {metric} {results[headline_key]:.4f} on the {images} of {self.data_name}"
             if evaluation == "test":
                 outcome += f" with the best weights on the {self.describe_evaluated_images()}"
         last_epoch = max((line["epoch"] for line in self.metrics), default=0)
-        epochs = f"{last_epoch:.3g} of {plural(facts.get('epochs', '?'), 'epoch')}"
-        duration = f", {facts['wall_s']:,.0f} s" if "wall_s" in facts else ""
+        epochs = f"{last_epoch:.3g} of {plural(results.get('epochs', '?'), 'epoch')}"
+        duration = f", {results['wall_s']:,.0f} s" if "wall_s" in results else ""
         return f"{self.model} {outcome} in {epochs}{duration}, {self.strategies_and_devices}"
 
     @property
     def peak_memory_gib(self) -> float | None:
         """Maximum peak memory over all processes, in GiB."""
-        return max((process.get("peak") or 0 for process in self.facts.get("memory_gib", [])), default=None)
+        memory_by_rank = self.result_values.get("memory_gib", [])
+        return max((process_memory.get("peak") or 0 for process_memory in memory_by_rank), default=None)
 
     @property
     def throughput_spread(self) -> float | None:

@@ -38,7 +38,7 @@ class RunGroup:
     @property
     def accuracy_over_folds(self) -> float | None:
         """Accuracy over all held-out images, or None if a fold is missing."""
-        image_counts = [run.facts.get("val_images") or 0 for run in self.runs]
+        image_counts = [run.result_values.get("val_images") or 0 for run in self.runs]
         seeds = {run.recipe.get("seed") for run in self.runs}
         has_all_folds = len(self.runs) == self.fold_count * len(seeds)
         accuracies_and_counts = zip(self.accuracies, image_counts, strict=True)
@@ -73,12 +73,12 @@ class RunGroup:
         return math.sqrt(1 / len(self.accuracies) + fold_variance)
 
 
-class Difference(NamedTuple):
+class GroupDifference(NamedTuple):
     """Difference between two groups' mean accuracies, second minus first, with its 95 % interval."""
 
     mean: float
-    low: float  # lower limit of the 95 % interval
-    high: float  # upper limit of the 95 % interval
+    interval_low: float  # lower limit of the 95 % interval
+    interval_high: float  # upper limit of the 95 % interval
     p_value: float
     is_paired: bool
 
@@ -95,7 +95,7 @@ def group_runs(runs: Sequence[RunRecord], run_names: Sequence[str]) -> list[RunG
     """
     members_by_key: dict[str, list[tuple[str, RunRecord]]] = {}
     for run_name, run in zip(run_names, runs, strict=True):
-        if run.facts["status"] == "finished" and headline_accuracy(run) is not None:
+        if run.result_values["status"] == "finished" and headline_accuracy(run) is not None:
             members_by_key.setdefault(_group_key(run), []).append((run_name, run))
     groups = []
     for members in members_by_key.values():
@@ -128,8 +128,8 @@ def _seed_label(run: RunRecord) -> int | str:
 
 def headline_accuracy(run: RunRecord) -> float | None:
     """Return the accuracy on the test split, or the final accuracy of a fold or a run without --holdout."""
-    final_accuracy = run.facts.get("final_accuracy")
-    return final_accuracy if run.fold else run.facts.get("test_accuracy", final_accuracy)
+    final_accuracy = run.result_values.get("final_accuracy")
+    return final_accuracy if run.fold else run.result_values.get("test_accuracy", final_accuracy)
 
 
 def _group_key(run: RunRecord) -> str:
@@ -137,12 +137,12 @@ def _group_key(run: RunRecord) -> str:
     excluded_flags = {"seed", *declared_values("locates")}
     recipe = {flag: value for flag, value in run.recipe.items() if flag not in excluded_flags}
     recipe |= {"holdout": ["folds", run.fold_count]} if run.fold else {}
-    settings = [run.facts.get("script"), run.settings.get("source"), run.strategies_and_devices]
+    settings = [run.result_values.get("script"), run.recipe_file.get("source"), run.strategies_and_devices]
     precision = run.setting_over_starts(mixed_precision_text)
     return json.dumps([recipe, [*settings, run.recipe_changes], precision], sort_keys=True)
 
 
-def compare_groups(first: RunGroup, second: RunGroup) -> Difference | None:
+def compare_groups(first: RunGroup, second: RunGroup) -> GroupDifference | None:
     """Compare two groups with a t-test.
 
     Return None if a group contains one run or all differences are equal.
@@ -168,7 +168,7 @@ def compare_groups(first: RunGroup, second: RunGroup) -> Difference | None:
     p_value = 2 * float(stats.t.sf(abs(mean_difference) / error_of_difference, degrees_of_freedom))
     half_width = _critical_t(degrees_of_freedom) * error_of_difference
     low, high = mean_difference - half_width, mean_difference + half_width
-    return Difference(mean_difference, low, high, p_value, is_paired)
+    return GroupDifference(mean_difference, low, high, p_value, is_paired)
 
 
 def _critical_t(degrees_of_freedom: float) -> float:
@@ -188,7 +188,7 @@ def seed_verdict(first: RunGroup, second: RunGroup) -> str:
         return f"{second.name} and {first.name} are not compared with a test, because {reason}."
     test = f"{'paired' if difference.is_paired else 'Welch'} t-test, p = {difference.p_value:.2g}"
     sample_sizes = f"n = {' and '.join(map(str, sorted(run_counts)))}"
-    interval = f"95 %: {difference.low:+.4f} to {difference.high:+.4f}"
+    interval = f"95 %: {difference.interval_low:+.4f} to {difference.interval_high:+.4f}"
     details = f"{difference.mean:+.4f}, {interval}; {test}"
     if difference.p_value < SIGNIFICANCE_LEVEL:
         verdict = "better" if difference.mean > 0 else "worse"

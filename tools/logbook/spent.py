@@ -86,7 +86,7 @@ def paused_s(run: RunRecord) -> float:
 
 def seconds_by_activity(run: RunRecord) -> dict[str, float]:
     """Return the seconds of all main processes by activity, largest first, or {} if none are recorded."""
-    seconds_by_phase = run.facts.get("spent_s", {})
+    seconds_by_phase = run.result_values.get("spent_s", {})
     seconds_by_title = {
         ACTIVITY_TITLES.get(phase, phase): seconds
         for phase, seconds in seconds_by_phase.items()

@@ -41,17 +41,18 @@ class Trace:
 
     strategy: str
     mixed_precision: str
-    peaks: dict[int, dict[str, int]]  # bytes at the peak by category and `Total`, by number of images
-    parameters: int  # bytes of parameters that this process keeps between steps
-    optimizer: int  # bytes of ZeRO's master weights, the optimizer state and the averaged weights
+    peak_bytes: dict[int, dict[str, int]]  # by number of images, then by category and `Total`
+    parameter_bytes: int  # parameters that this process keeps between steps
+    optimizer_bytes: int  # ZeRO's master weights, the optimizer state and the averaged weights
     operations: list[Kernel]
     collectives: list[Collective]
-    gradients: int = 0  # bytes of all gradients after the backward pass, or 0 under ZeRO, which uses buckets
+    gradient_bytes: int = 0  # all gradients after the backward pass, or 0 under ZeRO, which uses buckets
 
     @classmethod
     def from_json(cls, json_text: str) -> "Trace":
         trace_fields = json.loads(json_text)
-        trace_fields["peaks"] = {int(size): peak_bytes for size, peak_bytes in trace_fields["peaks"].items()}
+        peak_bytes = trace_fields["peak_bytes"]
+        trace_fields["peak_bytes"] = {int(size): categories for size, categories in peak_bytes.items()}
         return cls(**trace_fields)
 
 
@@ -87,16 +88,15 @@ class Execution:
         return cls(reached_share, pass_host_s=2e-3, operation_host_s=operation_host_s)
 
 
-def largest_size(peaks: dict[int, dict[str, int]], memory_bytes: float) -> int:
+def estimate_largest_size(peak_bytes: dict[int, dict[str, int]], memory_bytes: float) -> int:
     """Estimate how many images per forward pass fit into memory, from the last two traced sizes.
 
     The result is 0 if IMAGE_QUANTUM images do not fit, and 64 times the larger size if memory does not grow
     with the size.
     """
-    smaller_size, larger_size = list(peaks)[-2:]
-    smaller_size_bytes, larger_size_bytes = peaks[smaller_size]["Total"], peaks[larger_size]["Total"]
-    free_bytes = memory_bytes - CONTEXT_BYTES - larger_size_bytes
-    bytes_per_image = (larger_size_bytes - smaller_size_bytes) / (larger_size - smaller_size)
+    (smaller_size, smaller_peak), (larger_size, larger_peak) = list(peak_bytes.items())[-2:]
+    free_bytes = memory_bytes - CONTEXT_BYTES - larger_peak["Total"]
+    bytes_per_image = (larger_peak["Total"] - smaller_peak["Total"]) / (larger_size - smaller_size)
     if bytes_per_image > 0:
         more_images = free_bytes / bytes_per_image
     elif free_bytes > 0:
@@ -123,7 +123,7 @@ def step_time(
     host_s = execution.pass_host_s + max(min_launches, len(trace.operations)) * execution.operation_host_s
     computation_s = accumulations * max(device_s, host_s)
     bottleneck = LAUNCHES if host_s > device_s else max(kernel_seconds, key=kernel_seconds.__getitem__)
-    link_bytes, network_bytes = traffic(trace, cluster, accumulations)
+    link_bytes, network_bytes = sent_bytes(trace, cluster, accumulations)
     # Divide the link bandwidth by 2, because data sheets state the sum for both directions.
     transfer_seconds = {
         LINK: link_bytes / (cluster.device.link_gb_s / 2 * 1e9),
@@ -165,7 +165,7 @@ def _kernel_seconds(trace: Trace, device: Device) -> dict[str, float]:
     return seconds_by_bottleneck
 
 
-def traffic(trace: Trace, cluster: Cluster, accumulations: int = 1) -> tuple[float, float]:
+def sent_bytes(trace: Trace, cluster: Cluster, accumulations: int = 1) -> tuple[float, float]:
     """Return the bytes per step that a device sends within a host, and that a host sends to other hosts."""
     link_bytes = network_bytes = 0.0
     for collective_name, moved_bytes, rank_count in collectives_of_step(trace, accumulations):

@@ -36,8 +36,8 @@ class Candidate(NamedTuple):
 
     strategy: str
     trace: Trace
-    images: int  # number of images per forward pass, or 0 if no batch fits into memory
-    largest: int  # maximum number of images per forward pass that fit into memory
+    image_count: int  # images per forward pass, or 0 if no batch fits into memory
+    largest_image_count: int  # maximum number of images per forward pass that fit into memory
 
 
 @dataclass(frozen=True)
@@ -169,14 +169,14 @@ class Planning:
         return f"{devices_text}, {memory_gib:.0f} GiB each, {recipe_text}"
 
     @property
-    def links(self) -> str:
+    def link_speeds(self) -> str:
         """Speeds of the links that carry the traffic in columns `link MB` and `net MB`."""
         cluster = self.cluster
         link_text = f"{cluster.device.link} {cluster.device.link_gb_s / 2:g} GB/s"
         return f"link: {link_text} per device; network: {cluster.network_gb_s:g} GB/s per host"
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def json_header(self) -> dict[str, Any]:
         """Facts about the script, the recipe and the cluster, for the plan's JSON file."""
         return {
             "about": self.summary,
@@ -206,7 +206,8 @@ class Planning:
         process_count, batch_size = self._process_count(strategy), self.recipe.batch_size
         image_count = self.recipe.per_device_batch_size or batch_size // process_count
         trace = self._trace(strategy, image_count)
-        largest_image_count = cost.largest_size(trace.peaks, self.cluster.device.memory_gb * 1e9)
+        memory_bytes = self.cluster.device.memory_gb * 1e9
+        largest_image_count = cost.estimate_largest_size(trace.peak_bytes, memory_bytes)
         if largest_image_count < image_count:
             fitting_counts = range(1, largest_image_count + 1)
             divisors = [count for count in fitting_counts if batch_size % (count * process_count) == 0]
@@ -236,7 +237,7 @@ class Planning:
     def _process_count(self, strategy: str) -> int:
         return 1 if strategy == "single" else self.cluster.process_count
 
-    def line(self, strategy: str, trace: Trace, image_count: int, largest_image_count: int) -> PlanLine:
+    def plan_line(self, strategy: str, trace: Trace, image_count: int, largest_image_count: int) -> PlanLine:
         """Return the plan's line for a strategy. The efficiency is relative to the first returned line.
 
         Args:
@@ -255,7 +256,7 @@ class Planning:
         self.min_launches = self.min_launches or len(trace.operations)
         cluster = self.cluster if process_count > 1 else replace(self.cluster, host_count=1, gpus_per_host=1)
         accumulations = self.recipe.batch_size // (image_count * process_count)
-        link_bytes, network_bytes = cost.traffic(trace, cluster, accumulations)
+        link_bytes, network_bytes = cost.sent_bytes(trace, cluster, accumulations)
         plan_line = replace(plan_line, link_bytes=link_bytes, network_bytes=network_bytes)
         if strategy == "offload":
             return replace(plan_line, limit="the CPU's optimizer")
@@ -349,15 +350,15 @@ def memory_by_part(strategy: str, trace: Trace) -> dict[str, int]:
     MemTracker does not recognise DDP's gradients, because these gradients are views of buckets. This function
     includes the buckets in the gradients.
     """
-    peak_bytes = next(iter(trace.peaks.values()))  # peak at the planned number of images
-    optimizer_bytes = min(trace.optimizer, peak_bytes["Total"] - trace.parameters)
-    other_bytes = peak_bytes["Total"] - trace.parameters - optimizer_bytes
+    peak_bytes = next(iter(trace.peak_bytes.values()))  # peak at the planned number of images
+    optimizer_bytes = min(trace.optimizer_bytes, peak_bytes["Total"] - trace.parameter_bytes)
+    other_bytes = peak_bytes["Total"] - trace.parameter_bytes - optimizer_bytes
     activation_bytes = min(peak_bytes.get("Activation", 0), other_bytes)
     buffer_bytes = min(peak_bytes.get("Buffer", 0), other_bytes - activation_bytes)
     other_bytes -= activation_bytes + buffer_bytes
-    gradient_bytes = min(peak_bytes.get("Gradient", 0) or trace.gradients, other_bytes)
+    gradient_bytes = min(peak_bytes.get("Gradient", 0) or trace.gradient_bytes, other_bytes)
     return {
-        "parameters": trace.parameters,
+        "parameters": trace.parameter_bytes,
         "optimizer": 0 if strategy == "offload" else optimizer_bytes,
         "activations": activation_bytes,
         "buffers": buffer_bytes,

@@ -42,7 +42,7 @@ from onecurve.numerics.order import reseed
 from onecurve.telemetry.flops import Device, find_device
 from onecurve.upstream import torch_fakes
 from onecurve.upstream.torch_fakes import leaves
-from tools.plan.cost import IMAGE_QUANTUM, Collective, Kernel, Trace, largest_size
+from tools.plan.cost import IMAGE_QUANTUM, Collective, Kernel, Trace, estimate_largest_size
 from tools.plan.fake_rank import (
     fake_tensor_contents,
     materialize_on_fake_cpu,
@@ -143,7 +143,7 @@ class TracedTraining:
         with torch.device("meta"):
             self.model = self.script_module.build_model(recipe, ASSUMED_CLASS_COUNT)
 
-    def wrap(self) -> None:
+    def wrap_model(self) -> None:
         """Build the optimizer, and wrap model and optimizer with the engine."""
         self.optimizer: Any = self.script_module.build_optimizer(self.model, self.recipe)
         self.model, self.optimizer = wrap(self.accelerator, self.model, self.optimizer)
@@ -155,13 +155,13 @@ class TracedTraining:
         largest_edge = max(self.recipe.train_sizes or (self.recipe.image_size,))
         return image_count, 3, largest_edge, largest_edge
 
-    def step(self, images: Tensor, labels: Tensor, at_gradients: Callable[[], None]) -> None:
-        """Run an optimizer step with one micro-batch. Call at_gradients() after the backward pass."""
+    def train_step(self, images: Tensor, labels: Tensor, on_gradients: Callable[[], None]) -> None:
+        """Run an optimizer step with one micro-batch. Call on_gradients() after the backward pass."""
         reseed(self.recipe.seed, 0, 0)
         with self.accelerator.accumulate(self.model):
             loss = F.cross_entropy(self.model(images).float(), labels)
             self.accelerator.backward(loss)  # under DeepSpeed, this call includes the optimizer's step
-            at_gradients()
+            on_gradients()
             if clip_norm := self.recipe.clip_norm:
                 self.accelerator.clip_grad_norm_(self.model.parameters(), clip_norm)
             self.optimizer.step()
@@ -184,7 +184,7 @@ def trace(job: PlannedJob, image_counts: list[int]) -> Trace:
     recorder = _OperationRecorder()
     with fake_tensor_contents():
         training.model = materialize_on_fake_cpu(training.model)
-        training.wrap()
+        training.wrap_model()
         model = training.model
         averages = training.average.averages if training.average else ()
         reducer_collectives: list[Collective] = []  # from DDP's reducer, which bypasses the dispatcher
@@ -203,16 +203,16 @@ def trace(job: PlannedJob, image_counts: list[int]) -> Trace:
             # Use the memory format of images augmented by onecurve.numerics.augment.
             images = torch.empty(training.batch_shape(image_count), memory_format=torch.channels_last)
             labels = torch.empty(image_count, dtype=torch.int64)
-            training.step(images, labels, record_gradient_bytes)
+            training.train_step(images, labels, record_gradient_bytes)
             tracker.reset_mod_stats()
 
-        peaks: dict[int, dict[str, int]] = {}  # bytes at the peak by category, by number of images
+        peak_bytes: dict[int, dict[str, int]] = {}  # by number of images, then by category
 
         def trace_peak(image_count: int) -> None:
             torch_fakes.reset_peak_memory(tracker)
             trace_step(image_count)
-            bytes_by_category = tracker.get_tracker_snapshot("peak")[torch.device("cpu")].items()
-            peaks[image_count] = {str(getattr(key, "value", key)): size for key, size in bytes_by_category}
+            snapshot = tracker.get_tracker_snapshot("peak")[torch.device("cpu")].items()
+            peak_bytes[image_count] = {str(getattr(key, "value", key)): size for key, size in snapshot}
 
         with tracker:
             trace_step(first_image_count)  # the first step creates the optimizer state
@@ -223,8 +223,8 @@ def trace(job: PlannedJob, image_counts: list[int]) -> Trace:
             for image_count in image_counts:
                 trace_peak(image_count)
             for _ in range(MAX_EXTRAPOLATIONS if memory_bytes else 0):
-                largest_image_count = largest_size(peaks, memory_bytes)
-                if largest_image_count == 0 or largest_image_count in peaks:
+                largest_image_count = estimate_largest_size(peak_bytes, memory_bytes)
+                if largest_image_count == 0 or largest_image_count in peak_bytes:
                     break
                 trace_peak(largest_image_count)
                 trace_peak(largest_image_count + IMAGE_QUANTUM)
@@ -233,12 +233,12 @@ def trace(job: PlannedJob, image_counts: list[int]) -> Trace:
     return Trace(
         strategy=strategy(training.accelerator),
         mixed_precision=precision(training.accelerator),
-        peaks=peaks,
-        parameters=sum(map(_local_bytes, model.parameters())),
-        optimizer=sum(map(_local_bytes, optimizer_tensors)),
+        peak_bytes=peak_bytes,
+        parameter_bytes=sum(map(_local_bytes, model.parameters())),
+        optimizer_bytes=sum(map(_local_bytes, optimizer_tensors)),
         operations=recorder.kernels,
         collectives=recorder.collectives,
-        gradients=gradient_bytes,
+        gradient_bytes=gradient_bytes,
     )
 
 

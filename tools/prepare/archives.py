@@ -68,7 +68,7 @@ class ByteStream:
 
     @property
     def archive(self) -> "ArchiveMember":
-        """The whole stream as an archive, to pass to members()."""
+        """The whole stream as an archive, to pass to archive_members()."""
         return ArchiveMember(self, self.display_name, "", 0, self.size)
 
     def tell(self) -> int:
@@ -185,10 +185,10 @@ class _HeaderReader:
         return self.last_read
 
 
-def members(archive: ArchiveMember) -> Iterator[ArchiveMember]:
+def archive_members(archive: ArchiveMember) -> Iterator[ArchiveMember]:
     """Yield the regular files in an archive in order, and skip folders.
 
-    Members named *.tar are archives. Pass such a member to members() to read the inner archive.
+    Members named *.tar are archives. Pass such a member to archive_members() to read the inner archive.
 
     Raises:
         ValueError: If the archive is truncated or damaged, or contains a link, a device, an absolute name, a

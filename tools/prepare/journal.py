@@ -32,7 +32,7 @@ class Journal:
     ):
         """Open a folder's journal. A preparation can resume only with the same `settings`."""
         self.folder, self.store, self.settings, self.dataset = folder, store, settings, dataset
-        self.output = str(folder) if store is None else store.url
+        self.output_location = str(folder) if store is None else store.url
         self.earlier_journal: dict[str, Any] | None = None  # journal from an earlier, interrupted start
         self.current_journal: dict[str, Any] = {"splits": {}}
 
@@ -88,7 +88,7 @@ class Journal:
         with contextlib.suppress(ValueError):
             manifest = parse_json(manifest_content, MANIFEST)
         if "settings" not in manifest:
-            problem = f"{self.output} contains the {MANIFEST} of a different program"
+            problem = f"{self.output_location} contains the {MANIFEST} of a different program"
             raise ValueError(f"{problem}. Pass a new --out.")
         self._check_settings(manifest["settings"])
         splits = manifest["splits"]
@@ -103,8 +103,10 @@ class Journal:
             local_file = self.folder / file_name
             is_local = local_file.is_file() and expected_size in (None, local_file.stat().st_size)
             if file_name not in stored_files and not is_local:
-                problem = f"{self.output} was complete, but {file_name} is missing or has a different size"
-                raise ValueError(f"{problem}. Empty {self.output} and run the command again.")
+                problem = (
+                    f"{self.output_location} was complete, but {file_name} is missing or has a different size"
+                )
+                raise ValueError(f"{problem}. Empty {self.output_location} and run the command again.")
         if (self.folder / JOURNAL).exists():  # an earlier process was killed before it removed the journal
             self._remove_journal()
         return splits
@@ -114,8 +116,8 @@ class Journal:
             if earlier_settings.get(setting_name) != value:
                 change = f"{setting_name} was {earlier_settings.get(setting_name)} and is now {value}"
                 flags = "--out and --work_dir" if self.store else "--out"
-                problem = f"{self.output} was started with different settings: {change}"
-                raise ValueError(f"{problem}. Pass a new {flags}, or empty {self.output}.")
+                problem = f"{self.output_location} was started with different settings: {change}"
+                raise ValueError(f"{problem}. Pass a new {flags}, or empty {self.output_location}.")
 
     # --- Begin or resume
 
@@ -198,7 +200,7 @@ class Journal:
         self.current_journal["splits"][split] = split_entry
         self._save_journal()
 
-    def finish(self, manifest: dict[str, Any]) -> None:
+    def write_manifest(self, manifest: dict[str, Any]) -> None:
         """Write the manifest and remove the journal."""
         manifest_content = (json.dumps(manifest, indent=1) + "\n").encode()
         splits = manifest["splits"]
@@ -210,7 +212,7 @@ class Journal:
             new_files = set(filter(OUTPUT_NAME_PATTERN.fullmatch, output_files))
             stored_files = set(filter(OUTPUT_NAME_PATTERN.fullmatch, self.store.list()))
             if missing_files := new_files - stored_files:
-                problem = f"{min(missing_files)} is neither in {self.folder} nor in {self.output}"
+                problem = f"{min(missing_files)} is neither in {self.folder} nor in {self.output_location}"
                 raise ValueError(f"{problem}. Remove {self.folder} and start again.")
             # Delete additional shards that an earlier start uploaded, because readers of train-*.tar would
             # read them.

@@ -27,7 +27,7 @@ from onecurve.data.class_folders import (
 from onecurve.data.decode import IMAGE_EXTENSIONS
 from onecurve.data.encoded import SPLITS
 from onecurve.data.tables import DEFAULT_COLUMNS, Table, parquet_files, read_images, read_labels
-from tools.prepare.archives import ArchiveMember, ByteStream, members, open_stream
+from tools.prepare.archives import ArchiveMember, ByteStream, archive_members, open_stream
 from tools.prepare.devkit import (
     MD5_BY_PART,
     VAL_NAME_PATTERN,
@@ -92,14 +92,14 @@ class ImageBatch(NamedTuple):
 
 def class_tars(archive: ArchiveMember) -> Iterator[ImageGroup]:
     """Yield the class tars (`<class>.tar`) in a tar, in order."""
-    for class_tar in members(archive):
+    for class_tar in archive_members(archive):
         file_name = class_tar.name.rpartition("/")[2]
         if is_hidden(file_name):
             continue
         if not file_name.endswith(".tar"):
             remedy = "Pass a tar that contains <class>.tar archives of images."
             raise ValueError(f"{class_tar.display_name} is not a class tar. {remedy}")
-        yield ImageGroup(file_name.removesuffix(".tar"), class_tar.display_name, members(class_tar))
+        yield ImageGroup(file_name.removesuffix(".tar"), class_tar.display_name, archive_members(class_tar))
 
 
 def class_folders(root: Path) -> Iterator[ImageGroup]:
@@ -279,7 +279,9 @@ class OriginalImages:
     def image_groups(self, split: str, archive: ArchiveMember) -> Iterator[ImageGroup]:
         return class_tars(archive)
 
-    def check_content(self, split: str, groups: int, images: int, stream: ByteStream | None) -> None:
+    def check_content(
+        self, split: str, group_count: int, image_count: int, stream: ByteStream | None
+    ) -> None:
         """Read the stream to the end. Raise ValueError if the content differs from the published content."""
         if self.checks_md5 and stream is not None:
             self.check_md5(split, stream)
@@ -333,16 +335,18 @@ class Ilsvrc(OriginalImages):
 
     def image_groups(self, split: str, archive: ArchiveMember) -> Iterator[ImageGroup]:
         if split == "val":
-            return iter([ImageGroup(None, archive.display_name, members(archive))])
+            return iter([ImageGroup(None, archive.display_name, archive_members(archive))])
         return class_tars(archive)
 
-    def check_content(self, split: str, groups: int, images: int, stream: ByteStream | None) -> None:
-        count, noun = (groups, "classes") if split == "train" else (images, "images")
+    def check_content(
+        self, split: str, group_count: int, image_count: int, stream: ByteStream | None
+    ) -> None:
+        count, noun = (group_count, "classes") if split == "train" else (image_count, "images")
         if not self.accepts_subset and count != self.expected_counts[split]:
             problem = f"contains {count:,} {noun} instead of {self.expected_counts[split]:,}"
             remedy = "Download the archive again, or add --subset to use a subset."
             raise ValueError(f"{self.locations[split]} {problem}. {remedy}")
-        super().check_content(split, groups, images, stream)
+        super().check_content(split, group_count, image_count, stream)
 
 
 class ParquetFolder(OriginalImages):

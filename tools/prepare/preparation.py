@@ -88,7 +88,7 @@ class Preparation:
         dataset.complete_class_names(max(largest_labels))
         source_path = Path(flags.data or flags.train or flags.val)
         data_name = "imagenet" if flags.source == "imagenet" else source_path.stem
-        self.journal.finish(
+        self.journal.write_manifest(
             {
                 "format": MANIFEST_FORMAT,
                 "kind": "in_place" if flags.format == "index" else "shards",
@@ -112,7 +112,7 @@ class Preparation:
     def _print_training_flags(self, splits: dict[str, Any]) -> None:
         if "train" not in splits:
             return
-        training_flags = f"--data {shlex.quote(self.journal.output)}"
+        training_flags = f"--data {shlex.quote(self.journal.output_location)}"
         training_flags += "" if "val" in splits else " --holdout 0.1"
         print(printable(f"train with: {training_flags}"))
 

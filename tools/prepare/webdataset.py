@@ -20,7 +20,7 @@ from onecurve.data.decode import IMAGE_EXTENSIONS
 from onecurve.data.encoded import SPLITS
 from onecurve.system.files import parse_json
 from onecurve.system.s3 import ObjectStore
-from tools.prepare.archives import ArchiveMember, members, open_stream
+from tools.prepare.archives import ArchiveMember, archive_members, open_stream
 from tools.prepare.originals import OriginalImages, hash_of_rows
 
 # Words in the names of a split's shards or folders
@@ -185,7 +185,7 @@ def _expand_braces(pattern: str) -> list[str]:
 
 def _index_rows(archive: ArchiveMember) -> Iterator[IndexRow]:
     """Yield an index row for each image, without reading the images."""
-    for key, sample in itertools.groupby(members(archive), _sample_key):
+    for key, sample in itertools.groupby(archive_members(archive), _sample_key):
         images, class_fields, sample_name = [], {}, f"{archive.display_name}: {key}"
         for member in sample:
             field = member.name[len(key) + 1 :].lower()

@@ -84,14 +84,14 @@ class ShardWriter:
             header = tar_header(name, image_bytes)
             label_header = tar_header(f"{image.key}.cls", len(label_digits))
             padding, label_block = bytes(-image_bytes % BLOCK_BYTES), label_digits.ljust(BLOCK_BYTES, b"\0")
-            members = b"".join((header, image.encoded, padding, label_header, label_block))
+            tar_bytes = b"".join((header, image.encoded, padding, label_header, label_block))
             image_offset = shard.queued_bytes + len(header)
             self.index_rows.extend((shard_index, image_offset, image_bytes, image.label))
             self.image_names.add(name)
-            shard.queued_bytes += len(members)
+            shard.queued_bytes += len(tar_bytes)
             shard.image_count += 1
             self.image_count += 1
-            batch.append((shard, members))
+            batch.append((shard, tar_bytes))
         self._wait_for_writes(MAX_WAITING_BATCHES)
         self.pending_writes.append(self.thread.submit(_append_to_shards, batch))
 
@@ -151,8 +151,8 @@ class _Shard:
 
 
 def _append_to_shards(batch: list[tuple[_Shard, bytes]]) -> None:
-    for shard, members in batch:
-        shard.append(members)
+    for shard, tar_bytes in batch:
+        shard.append(tar_bytes)
 
 
 @lru_cache(4)

@@ -48,7 +48,7 @@ REPEATED_KEYS += ["val_name", "val_images", "test_name", "test_images"]
 # Keys of recipe.json or result.json that are compared only if the run recorded them
 KEYS_COMPARED_IF_RECORDED = ("source", "unit", "val_chosen", "parameters", "total_steps")
 SETTINGS_FOR_BITWISE = ("mixed_precision", "half_precision", "compile", "versions", "threads")
-FACTS_FOR_BITWISE = ("device", "per_device_batch_size", "step_graph")
+RESULTS_FOR_BITWISE = ("device", "per_device_batch_size", "step_graph")
 
 LoggedValues = dict[tuple[int, str], list[float]]  # logged values by step and key
 
@@ -100,8 +100,8 @@ def recorded_steps_per_epoch(run: RunRecord) -> int:
 
     contradictions() checks the remaining log lines. Raise ValueError if the log is empty.
     """
-    if "steps_per_epoch" in run.settings:
-        return run.settings["steps_per_epoch"]
+    if "steps_per_epoch" in run.recipe_file:
+        return run.recipe_file["steps_per_epoch"]
     for line in run.metrics:
         if line["step"] > 0 < line["epoch"]:
             return max(1, round(line["step"] / line["epoch"]))
@@ -112,55 +112,56 @@ def contradictions(run: RunRecord, checkpoint_steps: list[int]) -> list[str]:
     """Return contradictions between the run's files."""
     starts = [start for start in run.kept_starts if "steps_per_epoch" in start.settings]
     last_recipe_run = run.with_settings_of(starts[-1]) if starts else run
-    facts, steps_per_epoch = run.facts, recorded_steps_per_epoch(last_recipe_run)
+    result_values, steps_per_epoch = run.result_values, recorded_steps_per_epoch(last_recipe_run)
     findings = [problem for problem in run.problems if problem.startswith(COMPARED_FILES)]
     if starts:
-        last = run.starts[-1].settings
+        last_start = run.starts[-1].settings
+        values_by_start_key = {key: result_values.get(key) for key in START_KEYS}
         findings += [
             f"{key} in recipe.json differs from the last start in starts.jsonl"
-            for key in run.settings
-            if key in last and run.settings[key] != last[key]
+            for key in run.recipe_file
+            if key in last_start and run.recipe_file[key] != last_start[key]
         ]
         findings += [
-            f"{key} is {facts.get(key)} in result.json, but {last[key]} in the last start in starts.jsonl"
-            for key in START_KEYS
-            if key in last and facts.get(key) != last[key]
+            f"{key} is {value} in result.json, but {last_start[key]} in the last start in starts.jsonl"
+            for key, value in values_by_start_key.items()
+            if key in last_start and value != last_start[key]
         ]
     evaluation_keys = ["best_step", *(f"{prefix}_{name}" for prefix in ("best", "final") for name in METRICS)]
     test_line = next((line for line in run.metrics if "test/loss" in line), {})
     total_steps = run.recipe.get("epochs", 1) * steps_per_epoch
-    ended_by_flags = (facts.get("stopped_by") or "--max_steps").startswith("--max_steps")
-    expected_facts = {
-        **{key: run.derived_facts.get(key) for key in evaluation_keys},
+    ended_by_flags = (result_values.get("stopped_by") or "--max_steps").startswith("--max_steps")
+    expected_results = {
+        **{key: run.derived_values.get(key) for key in evaluation_keys},
         **{f"test_{name}": test_line.get(f"test/{name}") for name in METRICS},
     }
     if ended_by_flags:
         planned_steps = min(total_steps, run.recipe.get("max_steps") or total_steps)
-        expected_facts = {"steps": planned_steps} | expected_facts
+        expected_results = {"steps": planned_steps} | expected_results
     findings += [
-        f"{key} is {facts.get(key)} in result.json, but {value} according to the recipe and the log"
-        for key, value in expected_facts.items()
-        if facts.get(key) != value
+        f"{key} is {result_values.get(key)} in result.json, but {value} according to the recipe and the log"
+        for key, value in expected_results.items()
+        if result_values.get(key) != value
     ]
     last_step = max([*(line["step"] for line in run.metrics), *checkpoint_steps])
-    if last_step != facts["steps"]:
+    if last_step != result_values["steps"]:
         end = f"the log and the checkpoints end at step {last_step:,}"
-        findings.append(f"{end}, but the run ends at {facts['steps']:,}")
+        findings.append(f"{end}, but the run ends at {result_values['steps']:,}")
     for line in run.metrics:
         step = line["step"]
-        starts_at_step = [start for start in starts if start.first <= step <= start.last]
+        starts_at_step = [start for start in starts if start.begin_step <= step <= start.last_kept_step]
         epoch_lengths = {start.settings["steps_per_epoch"] for start in starts_at_step} or {steps_per_epoch}
         if line["epoch"] not in [step / epoch_length for epoch_length in epoch_lengths]:
             return [*findings, f"the log contains a wrong epoch for step {step:,}: {line['epoch']:g}"]
     return findings
 
 
-def compare_facts(run: RunRecord, replay: RunRecord, is_moved: bool) -> list[str]:
-    """Return differences in the facts on the run's page. `is_moved` is True if the data was moved."""
+def compare_results(run: RunRecord, replay: RunRecord, is_moved: bool) -> list[str]:
+    """Return differences in the results on the run's page. `is_moved` is True if the data was moved."""
     excluded_keys = {*run.keys_of_later_start, *(["data"] if is_moved else [])}
     keys = [key for key in REPEATED_KEYS if key not in excluded_keys]
-    old_and_new = {key: (run.facts.get(key), replay.facts.get(key)) for key in keys}
-    recorded, repeated = run.settings | run.facts, replay.settings | replay.facts
+    old_and_new = {key: (run.result_values.get(key), replay.result_values.get(key)) for key in keys}
+    recorded, repeated = run.recipe_file | run.result_values, replay.recipe_file | replay.result_values
     # Earlier versions did not record all of these keys.
     recorded_keys = [key for key in KEYS_COMPARED_IF_RECORDED if key in recorded]
     old_and_new |= {key: (recorded[key], repeated.get(key)) for key in recorded_keys}
@@ -187,12 +188,14 @@ def why_not_exact(run: RunRecord, replay: RunRecord) -> list[str]:
 
     If there are no reasons, the replay must be bitwise identical.
     """
-    if not run.facts.get("deterministic"):
+    if not run.result_values.get("deterministic"):
         return ["the run was trained without --deterministic"]
-    old_and_new = {key: (run.settings.get(key), replay.settings.get(key)) for key in SETTINGS_FOR_BITWISE}
-    old_and_new |= {key: (run.facts.get(key), replay.facts.get(key)) for key in FACTS_FOR_BITWISE}
+    run_settings, new_settings = run.recipe_file, replay.recipe_file
+    old_and_new = {key: (run_settings.get(key), new_settings.get(key)) for key in SETTINGS_FOR_BITWISE}
+    run_results, new_results = run.result_values, replay.result_values
+    old_and_new |= {key: (run_results.get(key), new_results.get(key)) for key in RESULTS_FOR_BITWISE}
     reasons = _different_values(old_and_new)
-    if any(str(record.facts.get("strategy")).startswith("zero") for record in (run, replay)):
+    if any(str(record.result_values.get("strategy")).startswith("zero") for record in (run, replay)):
         reasons.append("ZeRO sums gradients in a different order")
     return reasons
 
@@ -240,7 +243,7 @@ def _first_findings(findings: Iterator[str]) -> list[str]:
 def _compare_logs(run: RunRecord, replay: RunRecord, outcome: ReplayOutcome) -> Iterator[str]:
     """Compare the values that the run and the replay logged."""
     values_of_run, values_of_replay = (_logged_values(record, outcome, run) for record in (run, replay))
-    steps_per_epoch, last_step = recorded_steps_per_epoch(run), run.facts["steps"]
+    steps_per_epoch, last_step = recorded_steps_per_epoch(run), run.result_values["steps"]
     for step, key in sorted(values_of_run.keys() | values_of_replay.keys()):
         logged, replayed = values_of_run.get((step, key), []), values_of_replay.get((step, key), [])
         if key.startswith("val/"):
@@ -282,19 +285,19 @@ def _compare_evaluation(
         replayed_value: Value in the replay.
         replay: The replay's record.
     """
-    precision, (split, _, name) = replay.facts["mixed_precision"], key.partition("/")
+    precision, (split, _, name) = replay.result_values["mixed_precision"], key.partition("/")
     metric_name = name.removeprefix("raw_")
     metric = METRICS.get(metric_name)
     if metric is None:
         return
     if metric.by_class:
-        if metric is METRICS.get(replay.facts.get("best_by", "")):
-            changed_images = max_changed_images(replay.facts[f"{split}_images"], precision)
+        if metric is METRICS.get(replay.result_values.get("best_by", "")):
+            changed_images = max_changed_images(replay.result_values[f"{split}_images"], precision)
             max_change = max_mean_change(metric_name, evaluated_class_sizes(replay, split), changed_images)
             if difference > max_change:
                 yield f"{finding}. A repeated evaluation changes the metric by at most {max_change:.4f}"
     elif metric.is_share:
-        image_count = replay.facts[f"{split}_images"]
+        image_count = replay.result_values[f"{split}_images"]
         changed_images = round(difference * image_count)
         max_changed = max_changed_images(image_count, precision)
         if changed_images > max_changed:
@@ -311,8 +314,8 @@ def _logged_values(record: RunRecord, outcome: ReplayOutcome, run: RunRecord) ->
     The values include the loss since the last log line, stored in each checkpoint's state.json. Values on the
     test split belong to the best weights' step, because the best weights were tested.
     """
-    interval, last_step = outcome.interval, run.facts["steps"]
-    has_test = interval.is_evaluation and interval.start == run.facts.get("best_step", last_step)
+    interval, last_step = outcome.interval, run.result_values["steps"]
+    has_test = interval.is_evaluation and interval.start == run.result_values.get("best_step", last_step)
     logged_values: LoggedValues = defaultdict(list)
     for line in record.metrics:
         step = line["step"]

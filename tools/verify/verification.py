@@ -49,20 +49,20 @@ NEVER_VERIFIED = (
 
 @dataclass(frozen=True)
 class StepRange:
-    """Range of steps from first + 1 to last, trained with the same settings.
+    """Range of steps from begin_step + 1 to last_step, trained with the same settings.
 
     Attributes:
         record: Copy of the run in which all starts have these settings.
     """
 
-    first: int  # excluded
-    last: int  # included
+    begin_step: int  # excluded
+    last_step: int  # included
     record: RunRecord
 
     @property
     def repeats_evaluation(self) -> bool:
         """True if the start that trained these steps repeated the evaluation at its first step."""
-        return resets_best_result(self.record.settings)
+        return resets_best_result(self.record.recipe_file)
 
 
 class Verification:
@@ -76,7 +76,7 @@ class Verification:
         self.flags, self.folder = flags, flags.run
         self.hash_by_file = hash_compared_files(flags.run)
         self.record = record = RunRecord(flags.run)
-        status, settings = record.facts["status"], record.settings
+        status, settings = record.result_values["status"], record.recipe_file
         if status != "finished":
             remedy = "Repeat the training command to finish the run."
             raise ValueError(f"{flags.run} is not finished ({status}). {remedy}")
@@ -85,9 +85,9 @@ class Verification:
         self.recipe, self.steps_per_epoch = record.recipe, replay.recorded_steps_per_epoch(record)
         if not self.recipe:
             raise ValueError(f"{flags.run} contains no recipe: {some_of(record.problems)}")
-        self.last_step = record.facts["steps"]
+        self.last_step = record.result_values["steps"]
         # Steps whose evaluations the page shows as headlines
-        self.headline_steps = sorted({self.last_step, record.facts.get("best_step", self.last_step)})
+        self.headline_steps = sorted({self.last_step, record.result_values.get("best_step", self.last_step)})
         self.checkpoints_folder = flags.run / "checkpoints"
         self.checkpoint_steps = sorted(steps_in(self.checkpoints_folder))
         initial_checkpoint = self._checkpoint_by_first_step(settings.get("resumed_from"))
@@ -111,8 +111,8 @@ class Verification:
             if not ranges:
                 ranges = [StepRange(0, self.last_step, record)]
             elif self._training_settings(record) != self._training_settings(ranges[-1].record):
-                ranges[-1] = replace(ranges[-1], last=start.first)
-                ranges.append(StepRange(start.first, self.last_step, record))
+                ranges[-1] = replace(ranges[-1], last_step=start.begin_step)
+                ranges.append(StepRange(start.begin_step, self.last_step, record))
         return ranges or [StepRange(0, self.last_step, self.record)]
 
     def _flags_copied_to_replay(self) -> list[str]:
@@ -122,14 +122,14 @@ class Verification:
     def _training_settings(self, record: RunRecord) -> list[Any]:
         """Return the settings that a replay copies from the run or that bitwise equality depends on."""
         flag_values = (record.recipe.get(flag) for flag in self._flags_copied_to_replay())
-        facts = (record.facts.get(key) for key in ("per_device_batch_size", "device", "step_graph"))
-        settings = (record.settings.get(key) for key in ("source", *replay.SETTINGS_FOR_BITWISE))
-        return [*flag_values, *facts, *settings]
+        results = (record.result_values.get(key) for key in replay.RESULTS_FOR_BITWISE)
+        settings = (record.recipe_file.get(key) for key in ("source", *replay.SETTINGS_FOR_BITWISE))
+        return [*flag_values, *results, *settings]
 
     def _range_with_step(self, step: int) -> "StepRange":
         """Return the run's part that contains a step."""
         last_range = self.step_ranges[-1]
-        return next((candidate for candidate in self.step_ranges if step <= candidate.last), last_range)
+        return next((candidate for candidate in self.step_ranges if step <= candidate.last_step), last_range)
 
     def _range_for_replay(self, interval: Interval) -> "StepRange":
         """Return the part whose recipe an interval's replay uses.
@@ -140,7 +140,7 @@ class Verification:
         next_range = self._range_with_step(interval.start + 1)
         if not interval.is_evaluation:
             return next_range
-        if next_range.repeats_evaluation and next_range.first == interval.start:
+        if next_range.repeats_evaluation and next_range.begin_step == interval.start:
             return next_range
         return self._range_with_step(interval.start)
 
@@ -154,11 +154,11 @@ class Verification:
                 for flag in flags
                 if old_recipe.get(flag) != new_recipe.get(flag)
             ]
-            old_source, new_source = (part.record.settings.get("source") for part in (previous, current))
+            old_source, new_source = (part.record.recipe_file.get("source") for part in (previous, current))
             if old_source != new_source:
                 changes.append(f"the content of the data was {old_source}, now {new_source}")
             if changes:
-                yield f"step {current.first:,}: {'; '.join(changes)}"
+                yield f"step {current.begin_step:,}: {'; '.join(changes)}"
 
     def _checkpoint_by_first_step(self, resumed_from: str | None) -> dict[int, Path | None]:
         """Map the run's first step to the checkpoint from which it resumed, or to None for fresh weights.
@@ -177,7 +177,7 @@ class Verification:
         return {}
 
     def _check_device_type(self, record: RunRecord) -> None:
-        device, *_ = record.settings.get("devices") or [""]
+        device, *_ = record.recipe_file.get("devices") or [""]
         run_device_type = "cpu" if device.startswith("CPU") else "cuda"
         flags = flags_where(self.recipe_type, "drawn_on_device")
         used_flags = [flag for flag in flags if record.recipe.get(flag)]
@@ -199,9 +199,9 @@ class Verification:
             step_range = self._range_with_step(start + 1)
             log_every = step_range.record.recipe.get("log_every", 50)
             steps_per_epoch = replay.recorded_steps_per_epoch(step_range.record)
-            steps = range(start + 1, step_range.last + 1)
+            steps = range(start + 1, step_range.last_step + 1)
             logged_steps = [step for step in steps if not step % log_every or not step % steps_per_epoch]
-            logged_steps += [self.last_step] if step_range.last == self.last_step else []
+            logged_steps += [self.last_step] if step_range.last_step == self.last_step else []
             if not logged_steps:  # the recipe changed before the next log line
                 continue
             min_end = start + self.flags.steps
@@ -269,7 +269,7 @@ class Verification:
         outcome.is_replayed = True
         outcome.reasons_not_exact = replay.why_not_exact(run, replayed_run)
         outcome.is_exact = not outcome.reasons_not_exact
-        outcome.findings += replay.compare_facts(run, replayed_run, is_moved=bool(self.flags.data))
+        outcome.findings += replay.compare_results(run, replayed_run, is_moved=bool(self.flags.data))
         outcome.findings += replay.compare_with_replay(run, replayed_run, outcome)
 
     def _train_interval(self, interval: Interval, run: RunRecord, folder: Path) -> Path:
@@ -284,12 +284,12 @@ class Verification:
         command += ["--output_dir", folder, "--max_steps", interval.end, "--trackers", "none"]
         command += ["--checkpoint_every", checkpoint_every, "--keep_every", checkpoint_every]
         command += ["--telemetry_s", "0"]
-        command += ["--mixed_precision", run.settings.get("mixed_precision", "no")]
+        command += ["--mixed_precision", run.recipe_file.get("mixed_precision", "no")]
         if checkpoint := self.start_checkpoints[interval.start]:
             command += ["--resume", checkpoint]
         if self.flags.cache_dir:
             command += ["--cache_dir", self.flags.cache_dir]
-        threads = str(run.settings.get("threads", 1))
+        threads = str(run.recipe_file.get("threads", 1))
         env = {"OMP_NUM_THREADS": threads} if run.recipe.get("deterministic") else {}
         status, output = run_replay([str(word) for word in command], env)
         if status:
@@ -303,10 +303,10 @@ class Verification:
         """Write a --config file with the run's recipe and all other settings that affect the results."""
         flags = self._flags_copied_to_replay()
         config = {flag: run.recipe[flag] for flag in flags if run.recipe.get(flag) is not None}
-        micro_batch = self.flags.per_device_batch_size or run.facts.get("per_device_batch_size")
+        micro_batch = self.flags.per_device_batch_size or run.result_values.get("per_device_batch_size")
         preprocessing_flags = [flag for flag in CROP_FLAGS if flag in flags]
         # Earlier versions did not record the preprocessing.
-        preprocessing = run.settings.get("preprocessing", {"interpolation": LEGACY})
+        preprocessing = run.recipe_file.get("preprocessing", {"interpolation": LEGACY})
         config |= {flag: preprocessing[flag] for flag in preprocessing_flags if flag in preprocessing}
         changed_flags = [*run.recipe.get("allow_changed", []), "data", *preprocessing_flags]
         config |= {"per_device_batch_size": micro_batch, "allow_changed": changed_flags}
@@ -317,7 +317,7 @@ class Verification:
 
     # --- Output
 
-    def describe(self, outcome: ReplayOutcome) -> str:
+    def describe_outcome(self, outcome: ReplayOutcome) -> str:
         """Describe an interval's outcome, with one line per finding."""
         interval, findings = f"{outcome.interval} of {self.last_step:,}", outcome.findings
         if outcome.is_exact and not findings:
@@ -326,7 +326,7 @@ class Verification:
         lines = [*findings, *([f"largest differences: {differences}"] if differences else [])]
         return "\n".join(f"{interval}: {line}" for line in lines)
 
-    def conclude(self, contradictions: list[str], outcomes: list[ReplayOutcome]) -> int:
+    def print_verdict(self, contradictions: list[str], outcomes: list[ReplayOutcome]) -> int:
         """Print the coverage, append the outcome to verified.json, and return the exit status."""
         replayed = [outcome for outcome in outcomes if outcome.is_replayed]
         replayed_steps = sum(outcome.interval.end - outcome.interval.start for outcome in replayed)
@@ -405,7 +405,7 @@ class Verification:
 
     def _mixed_precisions(self) -> Iterator[str]:
         records = (step_range.record for step_range in self.step_ranges)
-        return (record.settings.get("mixed_precision", "no") for record in records)
+        return (record.recipe_file.get("mixed_precision", "no") for record in records)
 
     def _unverified_parts(self, replayed: list[ReplayOutcome], compared_checkpoints: set[int]) -> list[str]:
         """Return the parts of the run that a replay could have verified but did not."""
@@ -424,7 +424,7 @@ class Verification:
             unverified += ["whether these steps produced the weights", "precision", *unverified_metrics]
         if other_checkpoints := sorted({*self.checkpoint_steps} - compared_checkpoints):
             unverified.append(f"weights in the checkpoints at steps {some_of(other_checkpoints)}")
-        if resumed_from := self.record.settings.get("resumed_from"):
+        if resumed_from := self.record.recipe_file.get("resumed_from"):
             unverified.append(f"the training before {resumed_from}, which the run resumed")
         unknown_flags = self.recipe.keys() - {field.name for field in fields(self.recipe_type)}
         if unknown_flags:
