@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from onecurve.checkpoint.mirror import committed
+from onecurve.checkpoint.mirror import committed_steps
 from onecurve.system.processes import kill
 from onecurve.system.s3 import ObjectStore
 from tests.conftest import ROOT, Job, full, mutate, run, wait_until
@@ -113,8 +113,10 @@ def test_a_loop_that_is_killed_at_random_ends_with_the_same_bits(
         words = [python, *torchrun[: 4 * (count > 1)], script, "--folder", folder, "--s3", url]
         job = Job(words, env=ENV, cwd=tmp_path)
         if len(outputs) < len(processes) - 1:
-            step = max(committed(store), default=0) + random.randint(1, STEPS // 5)
-            wait_until(lambda: max(committed(store), default=0) >= step or job.process.poll() is not None)  # noqa: B023
+            step = max(committed_steps(store), default=0) + random.randint(1, STEPS // 5)
+            wait_until(
+                lambda: max(committed_steps(store), default=0) >= step or job.process.poll() is not None  # noqa: B023
+            )
             # On a busy machine, the loop may end before the test sees the store's last step.
             if job.process.poll() is None:
                 kill(psutil.Process(job.process.pid).children(recursive=True))

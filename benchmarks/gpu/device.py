@@ -123,11 +123,11 @@ def consistent(size: int) -> Result:
     model, optimizer = prepare(accelerator, model, torch.optim.SGD(model.parameters(), lr=1.0))
     inputs = torch.ones(8, size, device=accelerator.device)
     training = TrainingState(accelerator, model, optimizer, None)
-    training.allocate(training.expected())
+    training.allocate(training.expected_specs())
     wrong = 0
     for _ in range(10):
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        taken = training.take()
+        taken = training.take_snapshots()
         for _ in range(3):
             model(inputs).mean().backward()
             optimizer.step()

@@ -128,7 +128,7 @@ def steps_in(folder: Path) -> list[int]:
 # --- Writing
 
 
-def commit(
+def write_checkpoint(
     checkpoints_folder: Path,
     step: int,
     snapshots: dict[str, Snapshot],
@@ -238,7 +238,7 @@ def remove_temporary_folders(checkpoints_folder: Path) -> None:
 # --- Verifying and choosing
 
 
-def verify(step_folder: Path, heartbeat: Heartbeat = lambda: None) -> Checkpoint:
+def verify_checkpoint(step_folder: Path, heartbeat: Heartbeat = lambda: None) -> Checkpoint:
     """Verify a checkpoint's manifest and every file's size and SHA-256.
 
     Raises:
@@ -339,7 +339,7 @@ def newest(
     for step in steps_in(checkpoints_folder):
         step_folder = checkpoints_folder / step_name(step)
         try:
-            checkpoint = verify(step_folder, heartbeat)
+            checkpoint = verify_checkpoint(step_folder, heartbeat)
         except DamagedCheckpoint as error:
             damaged_folders.append(step_folder)
             log.warning(f"warning: the checkpoint of step {step:,} is damaged: {error}")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onecurve.checkpoint.format import parameter_of
 from onecurve.checkpoint.snapshot import Snapshot, Specs
-from onecurve.distributed.layout import Layout, Piece
+from onecurve.distributed.layout import ParameterLayout, Piece
 
 # Message size in bytes. On a 10 Gb/s network, one message delays a training step's messages by at most a few
 # milliseconds.
@@ -39,7 +39,7 @@ class PieceGatherer:
     the model's buffers and any optimizer state whose shape differs from its parameter's shape.
     """
 
-    def __init__(self, layout: Layout):
+    def __init__(self, layout: ParameterLayout):
         self.shapes = layout.frozen_shapes() | layout.shapes()  # all parameters' shapes, by name
         self.rank = MAIN_RANK
         stored_pieces_by_rank = [layout.piece_of]

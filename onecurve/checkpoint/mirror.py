@@ -34,7 +34,7 @@ LOG_GLOBS = ("recipe.json", "starts.jsonl", "metrics.jsonl", "confusion.json", "
 CHECKPOINT_KEY_PREFIX = "checkpoints/step_"  # prefix of the keys of all checkpoint files
 # Telemetry is uploaded only once, with the result, because a host with 8 GPUs produces 140 MB per day
 TELEMETRY_GLOB = "telemetry-*.jsonl"
-LOG_LIMIT_BYTES = 2**31
+LOG_LIMIT_BYTES = 2**31  # maximum size of a downloaded log file
 
 
 class CheckpointUpload(NamedTuple):
@@ -74,7 +74,7 @@ class Mirror:
         self.upload_condition = threading.Condition()  # notified when an upload is queued or ends
         self.queued_upload: CheckpointUpload | None = None
         self.current_upload: CheckpointUpload | None = None
-        self.failed = False  # True if the last upload failed
+        self.last_upload_failed = False
         threading.Thread(target=self._upload_checkpoints, daemon=True).start()
 
     def offer(self, step: int, best: int | None) -> None:
@@ -83,12 +83,12 @@ class Mirror:
             self.queued_upload = CheckpointUpload(step, best)
             self.upload_condition.notify_all()
 
-    def needs(self) -> set[int]:
+    def steps_needed_on_disk(self) -> set[int]:
         """Return the steps of the checkpoints that must stay on disk for queued and current uploads."""
         with self.upload_condition:
-            uploads = [*filter(None, (self.queued_upload, self.current_upload))]
-        best_steps = {upload.best_step for upload in uploads if upload.best_step is not None}
-        return best_steps | {upload.step for upload in uploads}
+            pending_uploads = [*filter(None, (self.queued_upload, self.current_upload))]
+        best_steps = {upload.best_step for upload in pending_uploads if upload.best_step is not None}
+        return best_steps | {upload.step for upload in pending_uploads}
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until no checkpoint is queued or being uploaded. Return False on timeout.
@@ -134,14 +134,14 @@ class Mirror:
                     " To retry the upload after the run, start the same command again."
                 )
             with self.upload_condition:
-                self.failed, self.current_upload = has_failed, None
+                self.last_upload_failed, self.current_upload = has_failed, None
                 self.upload_condition.notify_all()
 
     def _upload_logs_and_checkpoints(self, step: int, best_step: int | None) -> None:
         """Upload the logs, the checkpoint, index.json and, if it is missing in S3, the best checkpoint."""
         self._require_ownership()
         self._upload_run_files(*LOG_GLOBS)  # the logs must never be older than a checkpoint
-        stored_steps = committed(self.store)
+        stored_steps = committed_steps(self.store)
         local_steps = {step, *steps_in(self.folder / "checkpoints")}
         needed_steps = local_steps & {step, best_step}
         for missing_step in sorted(needed_steps - stored_steps):
@@ -222,11 +222,11 @@ def fetch_newest(
         if manifest_keys and takeover_error and not takeover_error():
             store.delete(manifest_keys)
 
-    newest_first = sorted((step for step in committed(store) if step > newer_than), reverse=True)
+    newest_first = sorted((step for step in committed_steps(store) if step > newer_than), reverse=True)
     damaged_manifest_keys: list[str] = []
     for step in newest_first:
         try:
-            fetch(store, step, parent_folder, heartbeat)
+            fetch_checkpoint(store, step, parent_folder, heartbeat)
             delete_manifests(damaged_manifest_keys)
             return step
         except (DamagedCheckpoint, WrongSize) as error:
@@ -243,7 +243,7 @@ def fetch_newest(
     return None
 
 
-def fetch(store: ObjectStore, step: int, parent_folder: Path, heartbeat: Heartbeat) -> None:
+def fetch_checkpoint(store: ObjectStore, step: int, parent_folder: Path, heartbeat: Heartbeat) -> None:
     """Download a checkpoint to a temporary folder in `parent_folder`, verify it, and rename the folder.
 
     Raises:
@@ -286,7 +286,7 @@ def read_manifest(store: ObjectStore, step: int) -> tuple[bytes, dict[str, Any]]
     return manifest_bytes, manifest
 
 
-def fetch_log(store: ObjectStore, folder: Path) -> None:
+def download_logs(store: ObjectStore, folder: Path) -> None:
     """Download a run's logs, so that they have no gap after the run resumes on a different machine.
 
     recipe.json is downloaded first, so that the folder is recognized as a run folder even after an
@@ -305,7 +305,7 @@ def fetch_log(store: ObjectStore, folder: Path) -> None:
             write_bytes(local_file, remote_content)
 
 
-def committed(store: ObjectStore) -> set[int]:
+def committed_steps(store: ObjectStore) -> set[int]:
     """Return the steps of all committed checkpoints in the store. A committed checkpoint has a manifest."""
     keys = store.list(CHECKPOINT_KEY_PREFIX)
     steps_or_none = {_step_in_key(key) for key in keys if key.endswith(f"/{MANIFEST_FILE}")}

@@ -17,7 +17,7 @@ from onecurve.checkpoint import format as checkpoints
 from onecurve.checkpoint.format import Checkpoint, OptimizerScalars, TensorFile, parameter_of
 from onecurve.checkpoint.optimizer_trial import run_optimizer_trial
 from onecurve.checkpoint.snapshot import Specs
-from onecurve.distributed.layout import Layout, group_settings
+from onecurve.distributed.layout import ParameterLayout, group_settings
 
 # (name, shape, dtype) -> tensor from the main process
 BroadcastFromMain = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
@@ -37,7 +37,7 @@ class OptimizerState:
             update.
     """
 
-    def __init__(self, layout: Layout, needs_bitwise: bool):
+    def __init__(self, layout: ParameterLayout, needs_bitwise: bool):
         self.layout, self.trial = layout, run_optimizer_trial(layout, needs_bitwise)
 
     def manifest_entry(self) -> dict[str, Any]:
@@ -71,17 +71,18 @@ class OptimizerState:
             if _is_array(value)
         }
         specs: Specs = {}
+        names_by_tensor = self.layout.parameter_names_by_tensor()
         for state_name, local_tensors in shaped_state.items():
-            for local_tensor, members in zip(local_tensors, self.layout.members(), strict=True):
+            for local_tensor, parameter_names in zip(local_tensors, names_by_tensor, strict=True):
                 if local_tensor is not None:
-                    for parameter in members:
+                    for parameter in parameter_names:
                         specs[f"{parameter}/{state_name}"] = local_tensor.dtype, shapes[parameter]
         for full_name, tensor in unshaped_tensors.items():
             specs[full_name] = tensor.dtype, tuple(tensor.shape)
         shaped_pieces = (
             (f"{parameter}/{state_name}", piece)
             for state_name, local_tensors in shaped_state.items()
-            for parameter, piece in self.layout.views(local_tensors)
+            for parameter, piece in self.layout.named_pieces(local_tensors)
         )
         return specs, chain(shaped_pieces, unshaped_tensors.items())
 
@@ -150,9 +151,9 @@ class OptimizerState:
                 f"{folder} contains the state of {len(saved_groups)} parameter groups,"
                 f" but this run's optimizer has {group_count} parameter groups"
             )
-        for members in self.layout.members():
-            member_scalars = [saved_scalars[name] for name in members if saved_scalars.get(name)]
-            if any(scalars != member_scalars[0] for scalars in member_scalars):
+        for parameter_names in self.layout.parameter_names_by_tensor():
+            scalars_in_tensor = [saved_scalars[name] for name in parameter_names if saved_scalars.get(name)]
+            if any(scalars != scalars_in_tensor[0] for scalars in scalars_in_tensor):
                 raise ValueError(
                     f"the optimizer state in {folder} contains different scalars, such as step counts,"
                     " for parameters in the same group. ZeRO stores each scalar only once per group"
@@ -183,10 +184,10 @@ class OptimizerState:
 
             local_pieces = (
                 (parameter, piece)
-                for parameter, piece in layout.views(local_tensors)
+                for parameter, piece in layout.named_pieces(local_tensors)
                 if parameter in dtype_by_parameter
             )
-            layout.fill(local_pieces, receive)
+            layout.fill_pieces(local_pieces, receive)
         for parameter, saved_scalars in state["optimizer"]["scalars"].items():
             for state_name, json_value in saved_scalars.items():
                 self._put_state(parameter, state_name, checkpoints.scalar_from_json(json_value))

@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 from onecurve.checkpoint.format import can_store
 from onecurve.distributed.layout import (
     Arrangement,
-    Layout,
-    base_of,
+    ParameterLayout,
     changed_settings,
     group_settings,
+    innermost_optimizer,
     shaped_entries,
 )
 
@@ -61,7 +61,7 @@ class OptimizerTrial:
         return sorted({state_name for state in states for state_name in state})
 
 
-def run_optimizer_trial(layout: Layout, needs_bitwise: bool = False) -> OptimizerTrial:
+def run_optimizer_trial(layout: ParameterLayout, needs_bitwise: bool = False) -> OptimizerTrial:
     """Run trial steps of the layout's optimizer. This function is collective.
 
     Args:
@@ -92,34 +92,35 @@ def run_optimizer_trial(layout: Layout, needs_bitwise: bool = False) -> Optimize
 def optimizer_class_name(optimizer: Optimizer) -> str:
     """Return the class name, for example `timm.optim.lookahead.Lookahead(torch.optim.adamw.AdamW)`."""
     class_name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    wrapped_optimizer = base_of(optimizer)
+    wrapped_optimizer = innermost_optimizer(optimizer)
     if wrapped_optimizer is optimizer:
         return class_name
     return f"{class_name}({optimizer_class_name(wrapped_optimizer)})"
 
 
-def _run_trial(layout: Layout, needs_bitwise: bool) -> OptimizerTrial:
-    names_by_group, shapes = layout.groups(), layout.shapes()
+def _run_trial(layout: ParameterLayout, needs_bitwise: bool) -> OptimizerTrial:
+    names_by_group, shapes = layout.parameter_names_by_group(), layout.shapes()
     if len(names_by_group) != len(layout.script_optimizer.param_groups):
         raise ValueError("DeepSpeed rebuilds this optimizer without its parameter groups")
-    if layout.is_flat and base_of(layout.script_optimizer) is not layout.script_optimizer:
+    state_optimizer = innermost_optimizer(layout.script_optimizer)
+    if layout.has_flat_partitions and state_optimizer is not layout.script_optimizer:
         raise ValueError(
             "ZeRO steps one parameter group at a time, but the wrapped optimizer would step all groups"
         )
-    if layout.arrangements() and base_of(layout.script_optimizer).state:
+    if layout.arrangements() and state_optimizer.state:
         raise ValueError("the optimizer creates state for whole parameters before its first step")
     small_shapes = {name: _limit_shape(shape, MAX_SMALL_DIMENSION) for name, shape in shapes.items()}
     # For each group, one parameter name per distinct small shape
-    group_examples = [{small_shapes[name]: name for name in names} for names in names_by_group]
-    drawn_shapes = [list(example_by_shape) for example_by_shape in group_examples]
-    device = layout.local[0].device  # device of this rank's parameters
+    name_by_shape_per_group = [{small_shapes[name]: name for name in names} for names in names_by_group]
+    drawn_shapes = [list(name_by_shape) for name_by_shape in name_by_shape_per_group]
+    device = layout.local_tensors[0].device  # device of this rank's parameters
     initial_values, *gradient_sets = _draw_tensors(drawn_shapes, 1 + TRIAL_STEP_COUNT, device)
     initial_states: dict[str, dict[str, Any]] = {}
-    if base_of(layout.script_optimizer).state:
-        initial_states = dict(zip(layout.parameters, layout.states(), strict=False))
+    if state_optimizer.state:
+        initial_states = dict(zip(layout.parameters, layout.local_states(), strict=False))
     whole_copy = _OptimizerCopy(layout, initial_values, arrange=list)
-    for example_by_shape, parameters in zip(group_examples, whole_copy.parameters, strict=True):
-        for name, parameter in zip(example_by_shape.values(), parameters, strict=True):
+    for name_by_shape, parameters in zip(name_by_shape_per_group, whole_copy.parameters, strict=True):
+        for name, parameter in zip(name_by_shape.values(), parameters, strict=True):
             whole_copy.set_initial_state(parameter, initial_states.get(name, {}), shapes[name])
     whole_copy.run_steps(gradient_sets)
     sharded_copies = [_OptimizerCopy(layout, initial_values, arrange) for arrange in layout.arrangements()]
@@ -135,7 +136,8 @@ def _run_trial(layout: Layout, needs_bitwise: bool) -> OptimizerTrial:
     for group_index, names in enumerate(names_by_group):
         for name in names:
             shape_index = drawn_shapes[group_index].index(small_shapes[name])
-            reference_index = 0 if layout.is_flat else shape_index  # ZeRO joins a group's parameters
+            # ZeRO joins a group's parameters
+            reference_index = 0 if layout.has_flat_partitions else shape_index
             trial.state_by_parameter[name] = reference_copy.group_states(group_index)[reference_index]
             whole_state = whole_copy.group_states(group_index)[shape_index]
             shaped_state = shaped_entries(whole_state, whole_copy.parameters[group_index][shape_index])
@@ -156,7 +158,7 @@ class _OptimizerCopy:
         arrange: Function that maps a group's whole parameters to the tensors that this copy updates.
     """
 
-    def __init__(self, layout: Layout, initial_values: TensorsByGroup, arrange: Arrangement):
+    def __init__(self, layout: ParameterLayout, initial_values: TensorsByGroup, arrange: Arrangement):
         self.layout, self.arrange = layout, arrange
         self.parameters = [
             [nn.Parameter(value.clone()) for value in arrange(group_values)]
@@ -176,7 +178,7 @@ class _OptimizerCopy:
             for state_name, value in whole_state.items():
                 if isinstance(value, Tensor) and value.shape == whole_shape:
                     small_state[state_name] = value[corner_slices]
-            base_of(self.optimizer).state[small_parameter] = copy.deepcopy(small_state)
+            innermost_optimizer(self.optimizer).state[small_parameter] = copy.deepcopy(small_state)
 
     def run_steps(self, gradient_sets: list[TensorsByGroup]) -> None:
         """Run one optimizer step for each set of gradients.
@@ -193,7 +195,7 @@ class _OptimizerCopy:
         self._check_state(attributes_before)
 
     def group_states(self, group_index: int) -> list[dict[str, Any]]:
-        state_by_parameter = base_of(self.optimizer).state
+        state_by_parameter = innermost_optimizer(self.optimizer).state
         return [state_by_parameter.get(parameter, {}) for parameter in self.parameters[group_index]]
 
     def changed_groups(self) -> list[dict[str, Any]]:
@@ -220,7 +222,7 @@ class _OptimizerCopy:
         for attribute_name, value in self._numeric_attributes().items():
             if attributes_before.get(attribute_name) != value:
                 raise ValueError(f"the optimizer stores {attribute_name} outside its state_dict()")
-        attributes = vars(base_of(self.optimizer)).values()
+        attributes = vars(innermost_optimizer(self.optimizer)).values()
         extra_keys = self.optimizer.state_dict().keys() - {"state", "param_groups"}
         if extra_keys or any(isinstance(attribute, Optimizer) for attribute in attributes):
             raise ValueError(
@@ -234,7 +236,7 @@ class _OptimizerCopy:
 
 
 def _check_updates(
-    layout: Layout,
+    layout: ParameterLayout,
     initial_values: TensorsByGroup,
     whole_copy: _OptimizerCopy,
     sharded_copies: list[_OptimizerCopy],
@@ -261,23 +263,23 @@ def _check_updates(
             "the optimizer counts the steps of each parameter group,"
             " but ZeRO-3 calls step() several times in each training step"
         )
-    if layout.is_flat:
+    if layout.has_flat_partitions:
         _check_flat_state(sharded_copies[0])
 
 
-def _check_bitwise(layout: Layout, shapes_by_group: list[list[Shape]]) -> None:
+def _check_bitwise(layout: ParameterLayout, shapes_by_group: list[list[Shape]]) -> None:
     """Raise ValueError unless sharded and whole-parameter updates are bitwise identical.
 
     The comparison covers many different shard lengths.
     """
-    splits = [partial(_split_into_shards, shard_count) for shard_count in SHARD_COUNTS]
-    arrangements: list[Arrangement] = [list, *layout.arrangements(), *splits]
+    shard_arrangements = [partial(_split_into_shards, shard_count) for shard_count in SHARD_COUNTS]
+    arrangements: list[Arrangement] = [list, *layout.arrangements(), *shard_arrangements]
     for dimension in ODD_DIMENSIONS:
         small_shapes = [
             list(dict.fromkeys(_limit_shape(shape, dimension) for shape in shapes))
             for shapes in shapes_by_group
         ]
-        device = layout.local[0].device  # device of this rank's parameters
+        device = layout.local_tensors[0].device  # device of this rank's parameters
         initial_values, *gradient_sets = _draw_tensors(small_shapes, 1 + TRIAL_STEP_COUNT, device)
         # Use small values, so that rounding does not hide the last bits of an update.
         initial_values = [[value / 1024 for value in group_values] for group_values in initial_values]
@@ -326,10 +328,13 @@ def _draw_tensors(
     """Return `set_count` sets of normally distributed tensors, identical on every rank."""
     generator = torch.Generator().manual_seed(0)
 
-    def draw(shape: Shape) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device)
+    def draw_set() -> TensorsByGroup:
+        return [
+            [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+            for shapes in shapes_by_group
+        ]
 
-    return [[[draw(shape) for shape in shapes] for shapes in shapes_by_group] for _ in range(set_count)]
+    return [draw_set() for _ in range(set_count)]
 
 
 def _copy_optimizer(optimizer: Optimizer, copied_objects: dict[int, Any]) -> Optimizer:

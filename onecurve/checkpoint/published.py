@@ -118,7 +118,7 @@ def published_from_name(name: str) -> PublishedModel:
     return _parse_config(model_config, pretrained_config)
 
 
-def class_names(published: PublishedModel) -> list[tuple[str, ...]] | None:
+def published_class_names(published: PublishedModel) -> list[tuple[str, ...]] | None:
     """Return each class's names: the displayed name, followed by alternative names used by data sets.
 
     The names come from config.json, or from timm's list of ImageNet synsets with the same number of classes.
@@ -155,8 +155,8 @@ def stored_class_names(weight_file: Path) -> list[list[str]] | None:
 
 
 def class_name_lists(published: PublishedModel) -> list[list[str]] | None:
-    """Return class_names() as lists, as TrainedModel stores the names."""
-    names_by_class = class_names(published)
+    """Return published_class_names() as lists, as TrainedModel stores the names."""
+    names_by_class = published_class_names(published)
     return None if names_by_class is None else [list(names) for names in names_by_class]
 
 
@@ -180,7 +180,7 @@ def _add_descriptions(synsets: list[str], descriptions: dict[str, str]) -> list[
     return names_by_class
 
 
-def download(model_name: str) -> Path:
+def download_from_hub(model_name: str) -> Path:
     """Download a timm model's config.json and weights from the Hugging Face Hub, and return the folder.
 
     Raises:

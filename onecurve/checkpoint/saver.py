@@ -47,7 +47,7 @@ class Saver:
         keep_every: Interval in steps at which checkpoints are kept permanently. None keeps only the newest
             checkpoints and the best checkpoint.
         mirror: Mirror that uploads the checkpoints, or None.
-        committed: Step of the newest checkpoint on disk, or None.
+        committed_step: Step of the newest checkpoint on disk, or None.
         takeover_error: Function that returns None until another run takes over the folder, and an error
             message afterwards. Once the function returns an error message, the saver writes no more
             checkpoints.
@@ -60,17 +60,17 @@ class Saver:
         about: dict[str, Any],
         keep_every: int | None = None,
         mirror: "Mirror | None" = None,
-        committed: int | None = None,
+        committed_step: int | None = None,
         takeover_error: Callable[[], str | None] = lambda: None,
     ):
         self.training, self.folder, self.keep_every = training, folder, keep_every
         self.manifest_entries, self.mirror = about, mirror
         self.executor = futures.ThreadPoolExecutor(max_workers=1, initializer=lower_priority)
-        self.pending_futures = [self.executor.submit(training.allocate, training.expected())]
+        self.pending_futures = [self.executor.submit(training.allocate, training.expected_specs())]
         self.gathered_step: int | None = None  # step of the latest complete snapshots
         self.held_checkpoint: HeldCheckpoint | None = None
         self.last_write_began_at = -math.inf  # time.monotonic() at the start of this process's last write
-        self.committed, self.takeover_error = committed, takeover_error
+        self.committed_step, self.takeover_error = committed_step, takeover_error
         self.problem: str | None = None  # error message of the first failed save
 
     def save(self, step: int, state: dict[str, Any], best: int | None, hold: bool = False) -> None:
@@ -87,7 +87,7 @@ class Saver:
         """
         self.wait()
         self.held_checkpoint = None
-        snapshots = self.training.take()
+        snapshots = self.training.take_snapshots()
         self.pending_futures.append(self.executor.submit(self._gather_snapshots, step))
         if self.folder:
             self.held_checkpoint = HeldCheckpoint(step, snapshots, state, best)
@@ -107,10 +107,10 @@ class Saver:
 
     def wait(self, heartbeat: Callable[[], None] = lambda: None) -> None:
         """Wait until the current save is on disk or has failed, and call heartbeat() meanwhile."""
-        while not self.done(wait_s=0.2):
+        while not self.wait_up_to(wait_s=0.2):
             heartbeat()
 
-    def done(self, wait_s: float) -> bool:
+    def wait_up_to(self, wait_s: float) -> bool:
         """Wait up to wait_s seconds for the current save. Return False if the save is still in progress."""
         self.training.gatherer.pauses_disabled.set()
         _, unfinished_futures = futures.wait(self.pending_futures, wait_s)
@@ -142,15 +142,15 @@ class Saver:
                 return
             if os.path.lexists(checkpoints_folder / step_name(step)):
                 checkpoints.remove_checkpoint(checkpoints_folder / step_name(step))
-            checkpoints.commit(checkpoints_folder, step, snapshots, state, self.manifest_entries)
-            self.committed = step
+            checkpoints.write_checkpoint(checkpoints_folder, step, snapshots, state, self.manifest_entries)
+            self.committed_step = step
             if self.takeover_error():  # another run took over the folder during the write
                 return
             checkpoints.write_step_index(checkpoints_folder, step, best_step)
             steps_to_upload = set()
             if self.mirror:
                 self.mirror.offer(step, best_step)
-                steps_to_upload = self.mirror.needs()
+                steps_to_upload = self.mirror.steps_needed_on_disk()
             saved_steps = {saved_step for saved_step in steps_in(checkpoints_folder) if saved_step <= step}
             kept_steps = steps_to_keep(saved_steps, best_step, self.keep_every)
             for old_step in saved_steps - kept_steps - steps_to_upload:

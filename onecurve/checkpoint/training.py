@@ -1,8 +1,8 @@
 """Copies a run's tensors into snapshots, and a checkpoint's tensors to all ranks.
 
-take() copies each rank's tensor pieces into CPU memory. gather() sends all pieces to the main process.
-Therefore, each rank needs additional CPU memory for its pieces, and the main process needs enough for the
-whole snapshot. restore() broadcasts one full tensor at a time.
+take_snapshots() copies each rank's tensor pieces into CPU memory. gather() sends all pieces to the main
+process. Therefore, each rank needs additional CPU memory for its pieces, and the main process needs enough
+for the whole snapshot. restore() broadcasts one full tensor at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -66,26 +66,26 @@ class TrainingState:
 
     # --- Save
 
-    def expected(self) -> dict[str, Specs]:
+    def expected_specs(self) -> dict[str, Specs]:
         """Return the dtypes and shapes of all tensors, by file name.
 
         Only the main thread may call this method, because that thread may change modules at any time.
         """
         return self._specs_by_file(self.optimizer.expected_specs())
 
-    def allocate(self, expected: dict[str, Specs]) -> None:
-        """Allocate the snapshots before the first take(), because allocation takes longer than copying.
+    def allocate(self, specs_by_file: dict[str, Specs]) -> None:
+        """Allocate the snapshots before they are first taken, because allocation takes longer than copying.
 
         Any thread may call this method. The saver's thread calls this method first.
         """
         if self.accelerator.device.type == "cuda":  # a new thread uses the host's first GPU by default
             # In a single-process job, the device's index is None.
             torch.cuda.set_device(self.accelerator.device.index or 0)
-        for file_name, specs in expected.items():
+        for file_name, specs in specs_by_file.items():
             self._snapshot_for(file_name, specs).buffer.zero_()
 
     @torch.no_grad()
-    def take(self) -> dict[str, Snapshot]:
+    def take_snapshots(self) -> dict[str, Snapshot]:
         """Copy this rank's tensors into its snapshots, and return the snapshots by file name.
 
         gather() completes the snapshots. On a GPU, the copies are queued before the next step's kernels, so
@@ -93,13 +93,13 @@ class TrainingState:
         """
         layout = self.layout
         optimizer_specs, optimizer_pieces = self.optimizer.specs_and_pieces()
-        untrained_tensors = [*layout.buffers().items(), *layout.frozen_views()]
+        untrained_tensors = [*layout.buffers().items(), *layout.frozen_pieces()]
         pieces_by_file = {
-            checkpoints.MODEL_FILE: chain(untrained_tensors, layout.views(layout.local)),
+            checkpoints.MODEL_FILE: chain(untrained_tensors, layout.named_pieces(layout.local_tensors)),
             checkpoints.OPTIMIZER_FILE: optimizer_pieces,
         }
         if self.ema:
-            averaged_pieces = layout.views(self.ema.averages)
+            averaged_pieces = layout.named_pieces(self.ema.averages)
             pieces_by_file[checkpoints.EMA_FILE] = chain(untrained_tensors, averaged_pieces)
         specs_by_file = self._specs_by_file(optimizer_specs)
         for file_name, pieces in pieces_by_file.items():
@@ -128,7 +128,7 @@ class TrainingState:
             self.copy_event.synchronize()
 
     def is_copied(self) -> bool:
-        """Return True, without waiting, if take()'s copies are complete. A device error results in False."""
+        """Return True, without waiting, if the snapshots are copied. A device error results in False."""
         try:
             return self.copy_event is None or self.copy_event.query()
         except RuntimeError:
@@ -255,7 +255,7 @@ class TrainingState:
             self.optimizer.restore(optimizer_specs, state, broadcast_from_main)
         if self.ema:
             broadcast_from_main, _ = self._open_broadcaster(checkpoint, checkpoints.EMA_FILE)
-            self.layout.fill(self.layout.views(self.ema.averages), broadcast_from_main)
+            self.layout.fill_pieces(self.layout.named_pieces(self.ema.averages), broadcast_from_main)
         self._restore_model(checkpoint, checkpoints.MODEL_FILE)
         self._set_loss_scale(state["loss_scale"])
 
@@ -278,8 +278,10 @@ class TrainingState:
         for name, buffer in layout.buffers().items():
             buffer.copy_(broadcast_from_main(name, buffer.shape, _dtype_in_file(buffer.dtype)))
         broadcast_from_main, _ = self._open_broadcaster(checkpoint, file_name)
-        layout.fill(chain(layout.views(layout.local), layout.frozen_views()), broadcast_from_main)
-        layout.sync()
+        layout.fill_pieces(
+            chain(layout.named_pieces(layout.local_tensors), layout.frozen_pieces()), broadcast_from_main
+        )
+        layout.sync_model()
 
     def _open_broadcaster(
         self, checkpoint: Checkpoint | None, file_name: str

@@ -35,7 +35,7 @@ from onecurve.checkpoint.format import (
     step_from_name,
     step_name,
     steps_in,
-    verify,
+    verify_checkpoint,
 )
 from onecurve.checkpoint.published import (
     CONFIG_FILE,
@@ -154,10 +154,10 @@ def _find_model_once(location: str, which: str, scratch_folder: Path, heartbeat:
 
 
 def _single_file_model(weight_file: Path) -> TrainedModel:
-    names = stored_class_names(weight_file) or None
-    classes = [displayed_name for displayed_name, *_ in names] if names else None
-    reports = str(REPORTS_ROOT / weight_file.stem)
-    return TrainedModel(str(weight_file), shortest(weight_file), reports, classes=classes, names=names)
+    names_by_class = stored_class_names(weight_file) or None
+    classes = [displayed_name for displayed_name, *_ in names_by_class] if names_by_class else None
+    weights, reports = str(weight_file), str(REPORTS_ROOT / weight_file.stem)
+    return TrainedModel(weights, shortest(weight_file), reports, classes=classes, names=names_by_class)
 
 
 def _locate_weights(path: Path, which: str, heartbeat: Heartbeat) -> tuple[Path, Checkpoint | None]:
@@ -171,10 +171,10 @@ def _locate_weights(path: Path, which: str, heartbeat: Heartbeat) -> tuple[Path,
         raise ValueError(f"{path} does not exist")
     if not path.is_dir():
         if step_from_name(path.parent.name) is not None and (path.parent / MANIFEST_FILE).exists():
-            return path, verify(path.parent, heartbeat)
+            return path, verify_checkpoint(path.parent, heartbeat)
         return path, None
     if step_from_name(path.name) is not None or (path / MANIFEST_FILE).exists():
-        checkpoint = verify(path, heartbeat)
+        checkpoint = verify_checkpoint(path, heartbeat)
     elif steps_in(path / "checkpoints"):  # the path is a run folder
         checkpoint = _checkpoint_of_run(path, which, heartbeat)
     elif (path / MODEL_FILE).exists():
@@ -242,13 +242,13 @@ def _describe_published(trained: TrainedModel, published: PublishedModel) -> Tra
         if value := published.model_arguments.get(flag_name):
             recipe[flag_name] = value
     recipe |= {"drop_path": 0.0, "dropout": 0.0}
-    names = class_name_lists(published)
+    names_by_class = class_name_lists(published)
     return dataclasses.replace(
         trained,
         script="train_vit",
         recipe=recipe,
-        classes=[displayed_name for displayed_name, *_ in names] if names else None,
-        names=names,
+        classes=[displayed_name for displayed_name, *_ in names_by_class] if names_by_class else None,
+        names=names_by_class,
         cropped=True,
         preprocessing=published.preprocessing(),
         published=published.class_count,
@@ -333,7 +333,7 @@ def _checkpoint_of_run(run_folder: Path, which: str, heartbeat: Heartbeat) -> Ch
     checkpoints_folder = run_folder / "checkpoints"
     best_folder = best_checkpoint_folder(checkpoints_folder) if which != "latest" else None
     if best_folder:
-        return verify(best_folder, heartbeat)
+        return verify_checkpoint(best_folder, heartbeat)
     if which == "best":
         raise ValueError(
             f"{shortest(run_folder)} does not contain the run's best checkpoint."
@@ -353,7 +353,7 @@ def _download_checkpoint(
     store: "ObjectStore", which: str, scratch_folder: Path, heartbeat: Heartbeat
 ) -> Checkpoint:
     """Download a run's best checkpoint from S3, or the newest intact checkpoint if `which` is `latest`."""
-    from onecurve.checkpoint.mirror import fetch, fetch_newest
+    from onecurve.checkpoint.mirror import fetch_checkpoint, fetch_newest
 
     if which == "latest":
         step = fetch_newest(store, scratch_folder, newer_than=-1, heartbeat=heartbeat)
@@ -373,13 +373,13 @@ def _download_checkpoint(
                 " Use --which latest to select the newest checkpoint."
             )
         try:
-            fetch(store, step, scratch_folder, heartbeat)
+            fetch_checkpoint(store, step, scratch_folder, heartbeat)
         except ValueError:
             if store.read(index_key, JSON_LIMIT_BYTES) == index_bytes:
                 raise
             # A run in progress has replaced the checkpoint
             return _download_checkpoint(store, which, scratch_folder, heartbeat)
-    return verify(scratch_folder / step_name(step), heartbeat)
+    return verify_checkpoint(scratch_folder / step_name(step), heartbeat)
 
 
 def _model_in_checkpoint(

@@ -176,7 +176,7 @@ def _join_group(
         refuse_shared_gpu(Channel(), rank(), batch.processes, gpu_uuid)
     accelerator.compilation = compilation
     accelerator.step_graph = chosen_step_graph(accelerator, job.step_graph)
-    accelerator.short_attention = has_kernel(accelerator.device, precision(accelerator))
+    accelerator.uses_short_attention_kernel = has_kernel(accelerator.device, precision(accelerator))
     if accelerator.step_graph and accelerator.device.type == "cuda":
         accelerator.step_stream = torch.cuda.Stream()
     _refuse_unsupported_flags(accelerator)
@@ -216,13 +216,14 @@ def _agree_on_start(
     code_and_versions = {"script and onecurve/": _code_hash(), **versions()}
     agreed_settings |= {"deterministic": job.deterministic, "step_graph": accelerator.step_graph}
     if job.deterministic:  # the attention kernel rounds differently from torch's attention
-        agreed_settings |= {"short_attention": accelerator.short_attention and kernel_version()}
+        agreed_settings |= {"short_attention": accelerator.uses_short_attention_kernel and kernel_version()}
     if job.deterministic and accelerator.device.type == "cpu":  # the number of threads affects gradient sums
         agreed_settings |= {"threads": torch.get_num_threads()}
     agree(accelerator, {**code_and_versions, "recipe": agreed_part(job), **agreed_settings})
     if launch_settings.is_rehearsal:
-        count = batch.processes
-        accelerator.print(f"rehearsal on CPU: {count} gloo processes stand in for {count} GPUs")
+        accelerator.print(
+            f"rehearsal on CPU: {batch.processes} gloo processes stand in for {batch.processes} GPUs"
+        )
     for remark in (*config_remarks, replacement_problem(), launcher_sigterm_warning()):
         if remark:
             accelerator.print(remark)
@@ -341,7 +342,7 @@ def _wrap_in_stages(
     from onecurve.numerics.batch_norm import RunningStatistics
 
     check_wrapped_classes(model)
-    if accelerator.short_attention:
+    if accelerator.uses_short_attention_kernel:
         attention_dtype = HALF_DTYPES[accelerator.precision.mixed_precision]
         kernel_error = kernel_failure(model, accelerator.device, attention_dtype)
         if kernel_error is not None:  # all ranks must use the same attention kernel
@@ -352,7 +353,7 @@ def _wrap_in_stages(
                 "using torch's attention"
                 f" because the attention kernel for short sequences failed: {kernel_error}"
             )
-        accelerator.short_attention = not kernel_error and use_kernel(model)
+        accelerator.uses_short_attention_kernel = not kernel_error and use_kernel(model)
     if not accelerator.deterministic:
         prefer_cudnn(model, accelerator.device)
     # FSDP2 and ZeRO flatten parameters and thereby lose the channels_last format. With --deterministic, every

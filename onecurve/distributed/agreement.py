@@ -11,7 +11,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from onecurve.distributed.channel import STORE_POLL_INTERVAL_S, Channel, Reason
+from onecurve.distributed.channel import STORE_POLL_INTERVAL_S, Channel, ExitReason
 from onecurve.distributed.watch import Preempted, watch
 from onecurve.system.env import local_rank
 from onecurve.system.phase import in_phase
@@ -58,7 +58,7 @@ def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int, *, pe
 
     The worker and the other processes exchange the following keys in torch's store:
 
-        once/<topic>/<rank>      [Reason, message or result] of this worker, which all processes wait for
+        once/<topic>/<rank>      [ExitReason, message or result] of this worker, which all processes wait for
         once/<topic>/heartbeats  counter that every worker increments
         once/<topic>/stop        key that a process sets after a signal, and that workers poll
 
@@ -80,11 +80,11 @@ def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int, *, pe
     if this_rank == worker_rank:
         try:
             with in_phase(f"preparing the {topic}"):
-                outcome = (Reason.NONE, work(_make_heartbeat(channel, key_prefix)))
+                outcome = (ExitReason.NONE, work(_make_heartbeat(channel, key_prefix)))
         except (ValueError, OSError) as error:
-            outcome = (Reason.PROBLEM, f"{error} (on host {socket.gethostname()})")
+            outcome = (ExitReason.PROBLEM, f"{error} (on host {socket.gethostname()})")
         except Preempted:
-            outcome = (Reason.STOP, None)
+            outcome = (ExitReason.STOP, None)
         channel.post(f"{key_prefix}/{this_rank}", outcome)
     with in_phase(f"waiting for the {topic}"):
         outcome_by_rank: dict[int, Any] = {}
@@ -114,9 +114,9 @@ def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int, *, pe
             time.sleep(STORE_POLL_INTERVAL_S)
     outcomes = [outcome_by_rank[rank] for rank in sorted(worker_ranks)]
     reason, message_or_result = max(outcomes, key=itemgetter(0))
-    if reason == Reason.PROBLEM:
+    if reason == ExitReason.PROBLEM:
         raise ValueError(message_or_result)
-    if reason == Reason.STOP:
+    if reason == ExitReason.STOP:
         raise Preempted
     _, worker_result = outcome_by_rank[worker_rank]
     return worker_result

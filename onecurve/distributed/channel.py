@@ -21,7 +21,7 @@ STORE_POLL_INTERVAL_S = 0.05  # seconds between requests to the store while a pr
 MAIN_CLOSE_TIMEOUT_S = 10  # seconds to wait until a failing job's main process has closed its files
 
 
-class Reason(IntEnum):
+class ExitReason(IntEnum):
     """Reason why a job's processes exit together. If several reasons apply, the largest value wins."""
 
     NONE = 0  # all processes continue
@@ -115,21 +115,21 @@ def let_main_close_first(accelerator: Accelerator, channel: Channel | None = Non
         time.sleep(STORE_POLL_INTERVAL_S)
 
 
-class Poll:
+class GlooExchange:
     """Asynchronous elementwise maximum over all processes. Each call returns the previous call's maxima.
 
-    Poll uses a gloo group separate from the training collectives, so no call waits for a GPU. The constructor
-    is collective.
+    GlooExchange uses a gloo group separate from the training collectives, so no call waits for a GPU. The
+    constructor is collective.
     """
 
     def __init__(self, timeout_s: float) -> None:
-        self.group: dist.ProcessGroup | None = None
+        self.gloo_group: dist.ProcessGroup | None = None
         if dist.is_initialized():
-            gloo_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-            assert isinstance(gloo_group, dist.ProcessGroup)
-            self.group = gloo_group
+            new_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            assert isinstance(new_group, dist.ProcessGroup)
+            self.gloo_group = new_group
         self.exchanged_values = torch.zeros(0, dtype=torch.int32)
-        self.exchange: dist.Work | None = None
+        self.pending_reduction: dist.Work | None = None
 
     def __call__(self, *values: int) -> list[int]:
         """Start the next exchange, and return the maxima of the previous call's arguments.
@@ -137,21 +137,21 @@ class Poll:
         All processes must make this call. The first call returns []. In a single-process job, each call
         returns its own arguments.
         """
-        if self.group is None:
+        if self.gloo_group is None:
             return list(values)
         previous_maxima = self.finish()
         self.exchanged_values = torch.tensor(values, dtype=torch.int32)
-        self.exchange = dist.all_reduce(
-            self.exchanged_values, dist.ReduceOp.MAX, group=self.group, async_op=True
+        self.pending_reduction = dist.all_reduce(
+            self.exchanged_values, dist.ReduceOp.MAX, group=self.gloo_group, async_op=True
         )
         return previous_maxima
 
     def finish(self) -> list[int]:
         """Wait for the last call's maxima and return them. If no exchange is in progress, return []."""
-        if self.exchange is None:
+        if self.pending_reduction is None:
             return []
-        self.exchange.wait()
-        self.exchange = None
+        self.pending_reduction.wait()
+        self.pending_reduction = None
         return self.exchanged_values.tolist()
 
     def gather(self, value: Any) -> list[Any]:
@@ -159,10 +159,10 @@ class Poll:
 
         The values are exchanged over gloo, because NCCL would need GPU memory.
         """
-        if self.group is None:
+        if self.gloo_group is None:
             return [value]
         value_by_rank = [None] * dist.get_world_size()
-        dist.all_gather_object(value_by_rank, value, group=self.group)
+        dist.all_gather_object(value_by_rank, value, group=self.gloo_group)
         return value_by_rank
 
     def collect(self, value: Any) -> list[Any]:
@@ -171,10 +171,10 @@ class Poll:
         This method is collective. Use this method for large values, because gather() would send all values to
         all processes.
         """
-        if self.group is None:
+        if self.gloo_group is None:
             return [value]
         value_by_rank = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(value, value_by_rank, group=self.group)
+        dist.gather_object(value, value_by_rank, group=self.gloo_group)
         return value_by_rank or []
 
     def wait_for_main(self, is_main: bool, is_done_within: Callable[[float], bool]) -> None:

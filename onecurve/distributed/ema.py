@@ -24,24 +24,24 @@ class EMA:
     def __init__(self, model: nn.Module, optimizer: AcceleratedOptimizer, decay: float):
         self.decay = decay
         self.layout = layout_of(model, optimizer)
-        self.averages = [weights.clone() for weights in self.layout.local]
+        self.averages = [weights.clone() for weights in self.layout.local_tensors]
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Update the averages after optimizer step `step`, counted from 0."""
         step_decay = min(self.decay, (1 + step) / (10 + step))
-        lerp_(self.averages, self.layout.local, 1 - step_decay)
+        lerp_(self.averages, self.layout.local_tensors, 1 - step_decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Use the averaged weights in the model inside the context. Entry and exit are collective."""
-        _swap_contents(self.averages, self.layout.local)
+        _swap_contents(self.averages, self.layout.local_tensors)
         try:
-            self.layout.sync()
+            self.layout.sync_model()
             yield
         finally:
-            _swap_contents(self.averages, self.layout.local)
-        self.layout.sync()
+            _swap_contents(self.averages, self.layout.local_tensors)
+        self.layout.sync_model()
 
 
 @torch.no_grad()

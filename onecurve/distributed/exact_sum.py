@@ -102,8 +102,8 @@ class Bucket:
         if not self.indices_with_gradient:
             self.gradient_sums.zero_()
         self.gradient_counts.fill_(1)
-        for index in self._indices_without_gradient():
-            self.gradient_counts[index] = 0
+        for index_in_bucket in self._indices_without_gradient():
+            self.gradient_counts[index_in_bucket] = 0
         self.exchange_work = dist.all_reduce(self.sums_and_counts, async_op=True)
 
     def finish_step(self, units_per_one: float | Tensor) -> None:
@@ -116,8 +116,9 @@ class Bucket:
                 missing_indices = {index for index in missing_indices if not gradient_counts[index]}
         # A division by a power of two is exact
         flat_gradients = self.gradient_sums.float().div_(units_per_one).split(self.parameter_sizes)
-        for index, (parameter, flat_gradient) in enumerate(zip(self.parameters, flat_gradients, strict=True)):
-            if index in missing_indices:
+        parameters_and_gradients = zip(self.parameters, flat_gradients, strict=True)
+        for index_in_bucket, (parameter, flat_gradient) in enumerate(parameters_and_gradients):
+            if index_in_bucket in missing_indices:
                 parameter.grad = None
             else:
                 parameter.grad = flat_gradient.as_strided(parameter.shape, parameter.stride())
@@ -377,7 +378,8 @@ class ExactSum:
         chunk_sizes = [len(chunk) for chunk in chunks]
         for chunk_indices in _group_indices(chunk_sizes, min(self.chunk_size, BUCKET_SIZE)):
             elements = torch.cat([chunks[chunk_index] for chunk_index in chunk_indices])
-            high, low = high_and_low = high_and_low_sums.new_empty(2, len(elements))
+            high_and_low = high_and_low_sums.new_empty(2, len(elements))
+            high, low = high_and_low
             torch.div(elements, divisor, out=low)
             # Square of the scaled element, in coarse units
             torch.addcmul(zero, low, low, value=norm_units_per_one, out=low)

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from onecurve.distributed.channel import Channel
 
 Evidence = dict[str, Any]  # one rank's report, created by rank_evidence()
-# Number of collectives that torch records. Reading the default of 2,000 takes 35 ms or more
-RECORDER_SIZE = 256
+# Number of collectives that torch records. Reading the default of 2,000 takes 35 ms or more.
+RECORDED_COLLECTIVE_COUNT = 256
 # Operation name and group name of a graph replay in the evidence
 REPLAY_OPERATION, REPLAY_GROUP = "replay", "graph"
 TABLE_COLUMNS = ("rank", "host", "phase", "step", "where", "last collective", "last heartbeat")
@@ -47,7 +47,7 @@ def configure_flight_recorder() -> None:
     Call this function before the first process group is created.
     """
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDER_SIZE))
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED_COLLECTIVE_COUNT))
     for variable in ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
         os.environ.setdefault(variable, "0")
 
@@ -145,12 +145,13 @@ def hang_table(reports: Sequence[Evidence]) -> list[str]:
     """
     evidence_by_rank = {evidence["rank"]: evidence for evidence in reports}
     host_by_rank = max((evidence.get("hosts", []) for evidence in reports), key=len)
-    heartbeat_ages = _heartbeat_age_by_rank(reports)
+    heartbeat_age_by_rank = _heartbeat_age_by_rank(reports)
     table_rows = [list(TABLE_COLUMNS)]
     for rank, host in enumerate(host_by_rank):
         evidence = evidence_by_rank.get(rank)
         if evidence is None:
-            table_rows.append([str(rank), host, "silent", "-", "-", "-", heartbeat_ages.get(rank, "unknown")])
+            heartbeat_age = heartbeat_age_by_rank.get(rank, "unknown")
+            table_rows.append([str(rank), host, "silent", "-", "-", "-", heartbeat_age])
             continue
         status = [evidence["phase"], f"{evidence['step']:,}", evidence["where"]]
         table_rows.append([str(rank), evidence["host"], *status, _describe_last_collective(evidence), "now"])

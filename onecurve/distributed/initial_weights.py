@@ -21,8 +21,10 @@ def share_initial_weights(accelerator: Accelerator, model: nn.Module) -> None:
         ValueError: If parameter names, shapes or dtypes differ between ranks.
     """
     tensor_by_name = model.state_dict()
-    descriptions = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in tensor_by_name.items()}
-    agree(accelerator, {"the model": descriptions})
+    shape_and_dtype_by_name = {
+        name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in tensor_by_name.items()
+    }
+    agree(accelerator, {"the model": shape_and_dtype_by_name})
     if accelerator.num_processes == 1:
         return
     digest_by_rank = gather_object([_weights_digest(tensor_by_name)])

@@ -29,8 +29,8 @@ class JobAccelerator(Accelerator):
         deterministic: Value of --deterministic.
         grad_checkpointing: True if --grad_checkpointing or FSDP2's config enables activation checkpointing.
         exact_sum: Object that adds gradients exactly with --deterministic. wrap() creates it.
-        short_attention: True if the device supports the kernel in models/attention.py. After wrap(), it is
-            True only if the model also uses this kernel.
+        uses_short_attention_kernel: True if the device supports the kernel in models/attention.py. After
+            wrap(), it is True only if the model also uses this kernel.
         prepared_model: The wrapped model, or None before wrap().
     """
 
@@ -41,7 +41,7 @@ class JobAccelerator(Accelerator):
     deterministic: bool = False
     grad_checkpointing: bool = False
     exact_sum: ExactSum | None = None
-    short_attention: bool = False
+    uses_short_attention_kernel: bool = False
     prepared_model: nn.Module | None = None
 
     def print(self, *values: Any, **_: Any) -> None:

@@ -5,15 +5,14 @@ The following terms describe a parameter, or optimizer state with the parameter'
     whole    the complete tensor, which is flattened before it is divided into pieces
     local    the tensor that the optimizer updates in place on this rank: a parameter (one process or DDP), a
              shard (FSDP2), or a flat partition of the fp32 master weights (ZeRO). An EMA's averages have the
-             same shapes
+             same shapes. A flat partition contains many parameters, every other local tensor only one
     key      the nn.Parameter or DTensor that is the key of a local tensor's entry in the optimizer's `state`
-    members  the parameters in a local tensor: one parameter, or many parameters in a flat partition
     piece    the range of the flattened whole tensor that is on this rank, with its start in the whole tensor
              and its offset in the local tensor. A piece may be empty, or be the whole tensor
     own      the elements of the piece, as a view of the local tensor
 
     whole, flat  0 1 2 3 4 5 6 7 8 9      on rank 1 of 2: piece (start 5, length 5, offset 2),
-    local        . . 5 6 7 8 9 . .        own 5 6 7 8 9; the dots belong to other members
+    local        . . 5 6 7 8 9 . .        own 5 6 7 8 9; the dots belong to other parameters
 """
 
 import copy
@@ -41,7 +40,7 @@ class Piece(NamedTuple):
     offset: int = 0  # start index in the flat partition under ZeRO
 
 
-class Layout:
+class ParameterLayout:
     """Layout for a single process and DDP, where every process stores all tensors.
 
     Create the layout before the first forward pass, because FSDP2's modules may later expose gathered copies
@@ -50,7 +49,7 @@ class Layout:
 
     # Name for the shards or partitions that the optimizer updates, or "" if it updates whole parameters
     partition_name = ""
-    is_flat = False
+    has_flat_partitions = False
 
     def __init__(self, model: nn.Module, optimizer: AcceleratedOptimizer):
         self.module, self.optimizer = plain_module(model), optimizer.optimizer
@@ -62,8 +61,8 @@ class Layout:
         self.frozen_parameters = {
             name: parameter for name, parameter in all_parameters.items() if not parameter.requires_grad
         }
-        # Local fp32 tensors, in the order of self.states()
-        self.local = [to_local(key.detach()) for key in self._state_keys()]
+        # Local fp32 tensors, in the order of self.local_states()
+        self.local_tensors = [to_local(key.detach()) for key in self._state_keys()]
         self.script_optimizer = self._script_optimizer()  # the optimizer that the script created
         self.piece_of = {name: self._piece_of(parameter) for name, parameter in all_parameters.items()}
         self.initial_settings = copy.deepcopy(
@@ -94,25 +93,28 @@ class Layout:
         """Return the shapes of the whole frozen parameters, by name."""
         return {name: self._whole_shape(parameter) for name, parameter in self.frozen_parameters.items()}
 
-    def views(self, local_tensors: LocalTensors) -> Iterator[tuple[str, Tensor]]:
+    def named_pieces(self, local_tensors: LocalTensors) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and this process's piece of each trained parameter that has this state."""
-        for tensor, members in zip(local_tensors, self.members(), strict=True):
+        for tensor, parameter_names in zip(local_tensors, self.parameter_names_by_tensor(), strict=True):
             if tensor is None:
                 continue
-            for name in members:
+            for name in parameter_names:
                 piece = self.piece_of[name]
-                yield name, tensor[piece.offset : piece.offset + piece.length] if self.is_flat else tensor
+                piece_end = piece.offset + piece.length
+                yield name, tensor[piece.offset : piece_end] if self.has_flat_partitions else tensor
 
-    def frozen_views(self) -> Iterator[tuple[str, Tensor]]:
+    def frozen_pieces(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and this process's piece of each frozen parameter."""
         for name, parameter in self.frozen_parameters.items():
             yield name, to_local(parameter.detach())
 
-    def fill(self, own_pieces: Iterable[tuple[str, Tensor]], get_whole: Callable[[str], Tensor]) -> None:
+    def fill_pieces(
+        self, own_pieces: Iterable[tuple[str, Tensor]], get_whole: Callable[[str], Tensor]
+    ) -> None:
         """Fill this process's pieces from whole tensors. All processes must use the same name order.
 
         Args:
-            own_pieces: Names and pieces, from views() or frozen_views().
+            own_pieces: Names and pieces, from named_pieces() or frozen_pieces().
             get_whole: Function that maps a name to the whole tensor on the device.
         """
         for name, own_piece in own_pieces:
@@ -120,23 +122,23 @@ class Layout:
             whole_piece = get_whole(name).flatten()[piece.start : piece.start + piece.length]
             own_piece.copy_(whole_piece.view(own_piece.shape))
 
-    def sync(self) -> None:
-        """Make changes in self.local visible to the next forward pass. This method is collective."""
+    def sync_model(self) -> None:
+        """Make changes in self.local_tensors visible to the next forward pass. This method is collective."""
 
-    def groups(self) -> list[list[str]]:
+    def parameter_names_by_group(self) -> list[list[str]]:
         """Return the trained parameters' names in each of the optimizer's parameter groups."""
         return self._names_in_groups([group["params"] for group in self.script_optimizer.param_groups])
 
-    def states(self) -> list[dict[str, Any]]:
+    def local_states(self) -> list[dict[str, Any]]:
         """Return the optimizer's state for each local tensor.
 
         The state is empty before the optimizer's first step.
         """
-        return [base_of(self.script_optimizer).state.get(key, {}) for key in self._state_keys()]
+        return [innermost_optimizer(self.script_optimizer).state.get(key, {}) for key in self._state_keys()]
 
     def shaped_state(self) -> dict[str, LocalTensors]:
         """Return the state tensors shaped like the local tensors, by state name such as `exp_avg`."""
-        state_keys, states = self._state_keys(), self.states()
+        state_keys, states = self._state_keys(), self.local_states()
         keys_and_states = list(zip(state_keys, states, strict=True))
         state_names = {name for key, state in keys_and_states for name in shaped_entries(state, key)}
         return {
@@ -154,8 +156,10 @@ class Layout:
         """
         shaped_names = self.shaped_state().keys()
         state_by_parameter: dict[str, dict[str, Any]] = {}
-        for key, state, members in zip(self._state_keys(), self.states(), self.members(), strict=True):
-            for parameter in members:
+        names_by_tensor = self.parameter_names_by_tensor()
+        keys_and_states = zip(self._state_keys(), self.local_states(), strict=True)
+        for (key, state), parameter_names in zip(keys_and_states, names_by_tensor, strict=True):
+            for parameter in parameter_names:
                 state_by_parameter[parameter] = {
                     state_name: state_value.full_tensor()
                     if hasattr(state_value, "full_tensor")
@@ -176,21 +180,21 @@ class Layout:
             state_name: Name of the state.
             dtype_of: The state's dtype for each parameter that has this state.
         """
-        local_states: list[Tensor | None] = []
-        for key, members in zip(self._state_keys(), self.members(), strict=True):
-            dtype = next((dtype_of[member] for member in members if member in dtype_of), None)
+        state_tensors: list[Tensor | None] = []
+        for key, parameter_names in zip(self._state_keys(), self.parameter_names_by_tensor(), strict=True):
+            dtype = next((dtype_of[name] for name in parameter_names if name in dtype_of), None)
             state_tensor = None if dtype is None else torch.zeros_like(key, dtype=dtype)
             if state_tensor is not None:
                 self._set_state(key, state_name, state_tensor)
-            local_states.append(to_local(state_tensor))
-        return local_states
+            state_tensors.append(to_local(state_tensor))
+        return state_tensors
 
     def put_state(self, parameter: str, state_name: str, value: Any) -> None:
         """Set a parameter's state to a scalar, or to a tensor that already has the strategy's layout."""
         key_by_parameter = {
-            member: key
-            for key, members in zip(self._state_keys(), self.members(), strict=True)
-            for member in members
+            name: key
+            for key, parameter_names in zip(self._state_keys(), self.parameter_names_by_tensor(), strict=True)
+            for name in parameter_names
         }
         self._set_state(key_by_parameter[parameter], state_name, value)
 
@@ -206,13 +210,13 @@ class Layout:
         return True
 
     def _set_state(self, key: Tensor, state_name: str, value: Any) -> None:
-        state_by_key = base_of(self.script_optimizer).state
+        state_by_key = innermost_optimizer(self.script_optimizer).state
         state_by_key.setdefault(key, {})[state_name] = value
 
     def _script_optimizer(self) -> Optimizer:
         return self.optimizer
 
-    def members(self) -> list[list[str]]:
+    def parameter_names_by_tensor(self) -> list[list[str]]:
         """Return the parameter names in each local tensor."""
         return [[name] for name in self.parameters]
 
@@ -234,7 +238,7 @@ class Layout:
         return Piece(0, parameter.numel())
 
 
-class _ShardedLayout(Layout):
+class _ShardedLayout(ParameterLayout):
     """Layout for FSDP2, where parameters and moments are DTensors."""
 
     partition_name = "FSDP2's shards"
@@ -257,7 +261,7 @@ class _ShardedLayout(Layout):
         reference = next(iter(self.parameters.values()))
         return [lambda tensors: [_distributed_like(reference, tensor) for tensor in tensors]]
 
-    def sync(self) -> None:
+    def sync_model(self) -> None:
         from torch.distributed.fsdp import FSDPModule
 
         for module in self.module.modules():
@@ -265,19 +269,19 @@ class _ShardedLayout(Layout):
                 module.reshard()
 
 
-class _ZeroLayout(Layout):
+class _ZeroLayout(ParameterLayout):
     """Layout for ZeRO-1 and ZeRO-2, with flat partitions of the fp32 master weights."""
 
     partition_name = "ZeRO's flat partitions"
-    is_flat = True
+    has_flat_partitions = True
 
-    def groups(self) -> list[list[str]]:
-        return self.members()
+    def parameter_names_by_group(self) -> list[list[str]]:
+        return self.parameter_names_by_tensor()
 
     def arrangements(self) -> list[Arrangement]:
         return [lambda tensors: _flat_partition(tensors, 0), lambda tensors: _flat_partition(tensors, 1)]
 
-    def sync(self) -> None:
+    def sync_model(self) -> None:
         self.optimizer.update_lp_params()
 
     def _piece_of(self, parameter: Any) -> Piece:
@@ -289,7 +293,7 @@ class _ZeroLayout(Layout):
     def _script_optimizer(self) -> Optimizer:
         return self.optimizer.optimizer
 
-    def members(self) -> list[list[str]]:
+    def parameter_names_by_tensor(self) -> list[list[str]]:
         return self._names_in_groups(self.optimizer.bit16_groups)
 
     def _state_keys(self) -> list[Tensor]:
@@ -305,20 +309,20 @@ class _Zero3Layout(_ZeroLayout):
     def _whole_shape(self, parameter: Any) -> tuple[int, ...]:
         return tuple(parameter.ds_shape)
 
-    def frozen_views(self) -> Iterator[tuple[str, Tensor]]:
+    def frozen_pieces(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.frozen_parameters.items():
             yield name, parameter.ds_tensor[: self.piece_of[name].length]
 
-    def groups(self) -> list[list[str]]:
+    def parameter_names_by_group(self) -> list[list[str]]:
         names_by_group: list[list[str]] = [[] for _ in self.script_optimizer.param_groups]
-        for sub_group_index, members in enumerate(self.members()):
-            names_by_group[self.optimizer.sub_group_to_group_id[sub_group_index]] += members
+        for sub_group_index, parameter_names in enumerate(self.parameter_names_by_tensor()):
+            names_by_group[self.optimizer.sub_group_to_group_id[sub_group_index]] += parameter_names
         return names_by_group
 
     def is_stepped_in_one_call(self) -> bool:
         return len(self._state_keys()) == 1  # DeepSpeed calls step() once per partition
 
-    def sync(self) -> None:
+    def sync_model(self) -> None:
         deepspeed_.end_zero3_step(self.optimizer, len(self._state_keys()))
 
     def _piece_of(self, parameter: Any) -> Piece:
@@ -329,14 +333,14 @@ class _Zero3Layout(_ZeroLayout):
             _, partition_offset, _ = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
         return Piece(start, min(partition_size, parameter.ds_numel - start), partition_offset)
 
-    def members(self) -> list[list[str]]:
+    def parameter_names_by_tensor(self) -> list[list[str]]:
         return self._names_in_groups(self.optimizer.fp16_groups)
 
     def _state_keys(self) -> list[Tensor]:
         return list(self.optimizer.fp32_partitioned_groups_flat)
 
 
-def layout_of(model: nn.Module, optimizer: AcceleratedOptimizer) -> Layout:
+def layout_of(model: nn.Module, optimizer: AcceleratedOptimizer) -> ParameterLayout:
     """Return the layout of a model and an optimizer, both returned by accelerator.prepare."""
     wrapped_optimizer = optimizer.optimizer
     if type(wrapped_optimizer).__module__.startswith("deepspeed"):
@@ -344,17 +348,18 @@ def layout_of(model: nn.Module, optimizer: AcceleratedOptimizer) -> Layout:
         return _Zero3Layout(model, optimizer) if is_stage_3 else _ZeroLayout(model, optimizer)
     if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
         return _ShardedLayout(model, optimizer)
-    return Layout(model, optimizer)
+    return ParameterLayout(model, optimizer)
 
 
-def base_of(optimizer: Optimizer) -> Optimizer:
+def innermost_optimizer(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer that stores the state.
 
     A wrapper such as Lookahead stores the state in an inner optimizer.
     """
-    inner_optimizers = [member for member in vars(optimizer).values() if isinstance(member, Optimizer)]
+    attributes = vars(optimizer).values()
+    inner_optimizers = [attribute for attribute in attributes if isinstance(attribute, Optimizer)]
     is_wrapper = len(inner_optimizers) == 1 and not optimizer.state
-    return base_of(inner_optimizers[0]) if is_wrapper else optimizer
+    return innermost_optimizer(inner_optimizers[0]) if is_wrapper else optimizer
 
 
 def shaped_entries(state: dict[str, Any], key: Tensor) -> dict[str, Tensor]:

@@ -96,10 +96,12 @@ def chosen_precision(precision_flag: str | None) -> str:
     """Return the precision from the flag, the launcher, or the device's bf16 support, in this order."""
     launcher_setting = os.environ.get("ACCELERATE_MIXED_PRECISION")
     remark = ""
-    typed_flag = launch_command_precision() if launcher_setting == "no" and not precision_flag else ""
+    precision_in_command = (
+        launch_command_precision() if launcher_setting == "no" and not precision_flag else ""
+    )
     config_keys = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
-    if typed_flag == "no":
-        precision_flag = typed_flag
+    if precision_in_command == "no":
+        precision_flag = precision_in_command
     elif (
         launcher_setting == "no"
         and is_on("ACCELERATE_USE_DEEPSPEED")
@@ -107,7 +109,7 @@ def chosen_precision(precision_flag: str | None) -> str:
     ):
         # accelerate launch (1.15) passes "no" if the precision in the DeepSpeed JSON is "auto".
         launcher_setting = None
-        if typed_flag is None and has_native_bf16():
+        if precision_in_command is None and has_native_bf16():
             remark = (
                 "training in bf16,"
                 " because this process can't see whether accelerate launch received --mixed_precision no."

@@ -123,7 +123,7 @@ def check_process_count() -> None:
         )
 
 
-def hosts() -> int:
+def current_host_count() -> int:
     """Return the number of hosts that torchrun's or DeepSpeed's launcher reports.
 
     Hosts may run different numbers of processes.
@@ -132,7 +132,7 @@ def hosts() -> int:
     return int(host_count_text) if host_count_text else max(1, world_size() // processes_per_host())
 
 
-def most_hosts() -> int:
+def max_host_count() -> int:
     """Return an elastic job's maximum number of hosts, or any other job's number of hosts.
 
     The maximum includes absent hosts. launch.py's LAUNCH_MOST_HOSTS or torchrun's --nnodes=MIN:MAX sets the
@@ -140,15 +140,17 @@ def most_hosts() -> int:
     """
     # The first round sets the variable, which stays constant when more hosts join
     max_host_count_text = os.environ.get(MOST_HOSTS_VARIABLE)
-    return int(max_host_count_text) if max_host_count_text else max(hosts(), int(_torchrun_max_hosts() or 0))
+    if max_host_count_text:
+        return int(max_host_count_text)
+    return max(current_host_count(), int(_torchrun_max_hosts() or 0))
 
 
-def most_processes() -> int:
-    """Return the number of processes in the job if most_hosts() hosts are present.
+def max_process_count() -> int:
+    """Return the number of processes in the job if max_host_count() hosts are present.
 
     In a job whose hosts may be absent, all hosts run the same number of processes.
     """
-    return most_hosts() * world_size() // hosts()
+    return max_host_count() * world_size() // current_host_count()
 
 
 def elastic_batch(job: Job) -> Batch:
@@ -163,12 +165,12 @@ def elastic_batch(job: Job) -> Batch:
         ValueError: If the hosts can't divide the batch evenly. The error message lists the host counts that
             can train.
     """
-    process_count, max_process_count = world_size(), most_processes()
+    process_count, full_process_count = world_size(), max_process_count()
     per_device_batch_size = job.per_device_batch_size
     if per_device_batch_size is None and PER_DEVICE_VARIABLE in os.environ:
         per_device_batch_size = int(os.environ[PER_DEVICE_VARIABLE])
-    elif per_device_batch_size is None and job.batch_size % max_process_count == 0:
-        per_device_batch_size = job.batch_size // max_process_count
+    elif per_device_batch_size is None and job.batch_size % full_process_count == 0:
+        per_device_batch_size = job.batch_size // full_process_count
     try:
         batch = share_out(job.batch_size, per_device_batch_size, process_count, job.unit)
         _report_micro_batch_size(job, batch.per_device)
@@ -178,13 +180,13 @@ def elastic_batch(job: Job) -> Batch:
         if not _torchrun_max_hosts():
             raise
         usable_process_counts = usable_processes(
-            job.batch_size, per_device_batch_size, max_process_count, processes_per_host()
+            job.batch_size, per_device_batch_size, full_process_count, processes_per_host()
         )
         usable_host_counts = [str(count // processes_per_host()) for count in usable_process_counts]
         host_counts_text = " or ".join(usable_host_counts) or "none"
         if rank() == 0:
             log.info(
-                f"the batch does not divide among {plural(hosts(), 'host')}."
+                f"the batch does not divide among {plural(current_host_count(), 'host')}."
                 f" Waiting up to {job.timeout_s} s for a different number of hosts ({host_counts_text})"
             )
         time.sleep(job.timeout_s)  # torchrun ends this process as soon as a host joins or leaves
@@ -210,7 +212,7 @@ def replacement_problem() -> str | None:
     """
     is_torchrun = os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none"
     shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if not (is_torchrun and shares_store and (hosts() > 1 or most_hosts() > 1)):
+    if not (is_torchrun and shares_store and (current_host_count() > 1 or max_host_count() > 1)):
         return None
     return (
         "no other host can join this job after a host fails."

@@ -25,9 +25,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DDPCommunicationHookType
 from torch import Tensor, nn
 
-from onecurve.distributed.channel import Poll
+from onecurve.distributed.channel import GlooExchange
 from onecurve.distributed.job_accelerator import JobAccelerator
-from onecurve.distributed.layout import base_of
+from onecurve.distributed.layout import innermost_optimizer
 from onecurve.distributed.rendezvous import backend
 from onecurve.distributed.strategy import precision, sharding, strategy
 from onecurve.distributed.watch import watch
@@ -127,7 +127,7 @@ def _reads_rates_on_device(accelerator: JobAccelerator, optimizer: torch.optim.O
     is_sharded_sgd = type(optimizer) is torch.optim.SGD and strategy(accelerator) == "fsdp"
     return (
         type(optimizer) in CAPTURABLE_OPTIMIZERS
-        and base_of(optimizer) is optimizer
+        and innermost_optimizer(optimizer) is optimizer
         and is_fused
         and not is_sharded_sgd
     )
@@ -223,7 +223,7 @@ class StepGraph:
         # Current input shape; with --train_sizes, each size is used once
         self.shape_graphs: ShapeGraphs | None = None
         self.replay_count = 0
-        self.poll = Poll(watch.timeout_s)
+        self.gloo_exchange = GlooExchange(watch.timeout_s)
         self.model = cast("Any", accelerator.prepared_model)
         self.has_gathered_parameters = False  # True if FSDP2's modules may contain gathered parameters
         if strategy(accelerator) == "fsdp":
@@ -328,7 +328,7 @@ class StepGraph:
             except Exception as error:
                 capture_error = _capture_error_text(error)
         self.accelerator.step = accelerator_step
-        error_by_rank = self.poll.gather(capture_error)
+        error_by_rank = self.gloo_exchange.gather(capture_error)
         if any(error_by_rank):
             graphs.clear()
             self._continue_without_graphs(error_by_rank)

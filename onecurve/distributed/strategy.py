@@ -69,7 +69,7 @@ def versions(accelerator: Accelerator | None = None) -> dict[str, str]:
     for package in ("torch", "accelerate", "deepspeed", "timm", "numpy"):
         with contextlib.suppress(PackageNotFoundError):  # DeepSpeed may not be installed
             version_by_package[package] = version(package)
-    if accelerator and accelerator.short_attention:
+    if accelerator and accelerator.uses_short_attention_kernel:
         from onecurve.models.attention import kernel_version
 
         version_by_package["short_attention"] = kernel_version()

@@ -70,7 +70,7 @@ class Watch:
     """Watchdog for this process. A separate thread terminates the process if the main thread can't.
 
     The main thread calls ready() once signals may wait for the current step to end, wanted() after each
-    step, and agreed() when all processes stop.
+    step, and confirm_stop() when all processes stop.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class Watch:
         self._signal_checked_at = time.monotonic()
         return self._is_signalled or bool(self._stop_reason)
 
-    def agreed(self) -> str:
+    def confirm_stop(self) -> str:
         """Remove the time limit for the exit, because the last save may take a long time.
 
         The caller guarantees that all processes have agreed to stop.

@@ -59,7 +59,7 @@ def end_preempted(session: RunSession, local_reason: str) -> None:
             main_record.close("failed")
         raise
     exchange.gather(None)  # Send the telemetry that was recorded after the newest snapshot
-    exchange.poll.wait_for_main(main_record is not None, session.saver.done)
+    exchange.poll.wait_for_main(main_record is not None, session.saver.wait_up_to)
     main_problem = main_record and main_record.failure_message()
     if main_record:
         main_record.close("failed" if main_problem else "preempted")
@@ -113,8 +113,8 @@ def end_failed(
 def _resume_step(accelerator: Accelerator, recipe: Recipe, batch: Batch, session: RunSession | None) -> int:
     """Return the step at which the same command resumes the run. Ctrl-C does not save a checkpoint."""
     if session:
-        session.saver.done(MAX_CHECKPOINT_WAIT_S)
-        return session.saver.committed or session.steps.first
+        session.saver.wait_up_to(MAX_CHECKPOINT_WAIT_S)
+        return session.saver.committed_step or session.steps.first
     folder = _expected_folder(accelerator, recipe, batch)
     return max(steps_in(folder / "checkpoints"), default=0) if folder else 0
 

@@ -182,12 +182,12 @@ class RunFolder:
         except ValueError as error:
             local_error = error  # Raised below unless S3 contains an intact checkpoint
         if self.mirror:
-            from onecurve.checkpoint.mirror import committed, fetch_log, fetch_newest, read_manifest
+            from onecurve.checkpoint.mirror import committed_steps, download_logs, fetch_newest, read_manifest
             from onecurve.system.s3 import WrongSize
 
             store, requires_new_run = self.mirror.store, self.recipe.resume == "never"
             local_step = local_checkpoint.step if local_checkpoint else -1
-            stored_step = max(committed(store), default=-1)
+            stored_step = max(committed_steps(store), default=-1)
             read_stored_result = partial(_read_stored_json, store, "result.json")
             is_only_in_s3 = stored_step >= 0 and not steps_in(checkpoints_folder)
             if is_only_in_s3 and (requires_new_run or has_finished(read_stored_result, self.last_step)):
@@ -207,7 +207,7 @@ class RunFolder:
             if stored_step > local_step:
                 # Download the logs first. After an interruption, the next start downloads the logs and the
                 # checkpoint again.
-                fetch_log(store, self.path)
+                download_logs(store, self.path)
                 check_prefix_owner = self.leases[-1].check_owner
                 fetch_newer = partial(fetch_newest, store, checkpoints_folder, local_step)
                 if fetch_newer(self.heartbeat, check_prefix_owner) is not None:
@@ -351,7 +351,7 @@ def _other_runs_checkpoint(folder: Path, resume: str, heartbeat: Heartbeat) -> C
         if fetch_newest(ObjectStore(resume), temporary_folder, -1, heartbeat) is not None:
             checkpoint = checkpoints.newest(temporary_folder, heartbeat)
     elif step_from_name(resume_path.resolve().name) is not None:
-        return checkpoints.verify(resume_path.resolve(), heartbeat)
+        return checkpoints.verify_checkpoint(resume_path.resolve(), heartbeat)
     else:
         for candidate_parent in (resume_path / "checkpoints", resume_path):
             if steps_in(candidate_parent):

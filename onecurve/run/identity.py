@@ -11,7 +11,7 @@ from typing import Any
 from onecurve.checkpoint.format import step_name, steps_in
 from onecurve.distributed import strategy as job
 from onecurve.distributed.job_accelerator import JobAccelerator
-from onecurve.distributed.rendezvous import most_hosts, most_processes
+from onecurve.distributed.rendezvous import max_host_count, max_process_count
 from onecurve.flags.fields import REMOVED_FLAGS, flags_where, without_removed_flags
 from onecurve.flags.recipe import Batch, Recipe, recipe_part
 from onecurve.run.starts import normalised_value
@@ -31,7 +31,7 @@ def run_name(accelerator: JobAccelerator, recipe: Recipe, batch: Batch) -> str:
     """
     if given_name := recipe.filled_name():
         return given_name
-    host_count, process_count = most_hosts(), most_processes()
+    host_count, process_count = max_host_count(), max_process_count()
     strategy = job.strategy(accelerator)
     if strategy == "single" and process_count > 1:  # Only one host of an elastic job is present
         strategy = "ddp"

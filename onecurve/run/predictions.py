@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from onecurve.distributed.channel import Poll
+from onecurve.distributed.channel import GlooExchange
 
 if TYPE_CHECKING:  # Imported lazily at runtime
     from onecurve.run.evaluation import Mistake, PredictedBatch
@@ -40,7 +40,7 @@ class Predictions:
         self.plot_subject = plot_subject
         self.confusion, self.examples = self.kept_confusion, self.kept_examples
 
-    def gather_examples(self, poll: Poll) -> None:
+    def gather_examples(self, poll: GlooExchange) -> None:
         """Gather the examples from all processes into CPU memory. All ranks must call this method."""
         examples_by_rank = poll.gather([example.to("cpu") for example in self.examples])
         self.examples = [example for rank_examples in examples_by_rank for example in rank_examples]

@@ -14,7 +14,7 @@ from onecurve.checkpoint.format import Checkpoint, step_name
 from onecurve.checkpoint.saver import Saver
 from onecurve.distributed import strategy as job
 from onecurve.distributed.job_accelerator import JobAccelerator
-from onecurve.distributed.rendezvous import hosts
+from onecurve.distributed.rendezvous import current_host_count
 from onecurve.flags.recipe import Batch, Recipe
 from onecurve.numerics.order import Steps
 from onecurve.run.end_tables import print_result
@@ -78,13 +78,14 @@ class MainRecord:
         lost_checkpoint_errors: tuple[type[ValueError], ...] = (checkpoints.DamagedCheckpoint,)
         try:
             if mirror and best_step not in checkpoints.steps_in(checkpoints_folder):
-                from onecurve.checkpoint.mirror import committed, fetch
+                from onecurve.checkpoint.mirror import committed_steps, fetch_checkpoint
                 from onecurve.system.s3 import WrongSize
 
                 lost_checkpoint_errors = (checkpoints.DamagedCheckpoint, WrongSize)
-                if best_step in committed(mirror.store):
-                    fetch(mirror.store, best_step, checkpoints_folder, heartbeat)
-            self.best_checkpoint = checkpoints.verify(checkpoints_folder / step_name(best_step), heartbeat)
+                if best_step in committed_steps(mirror.store):
+                    fetch_checkpoint(mirror.store, best_step, checkpoints_folder, heartbeat)
+            best_folder = checkpoints_folder / step_name(best_step)
+            self.best_checkpoint = checkpoints.verify_checkpoint(best_folder, heartbeat)
             return True
         except lost_checkpoint_errors as error:
             log.info(f"the best weights (step {best_step:,}) can't be tested, because they are lost: {error}")
@@ -198,7 +199,7 @@ class MainRecord:
             heartbeat()
         result_content = cast(Result, read_json(result_file))
         result_content.update(self._time_entries())
-        result_content["uploaded"] = not mirror.failed
+        result_content["uploaded"] = not mirror.last_upload_failed
         if result_content["uploaded"]:
             try:
                 run_with_heartbeat(partial(mirror.send_last_files, result_content), heartbeat)
@@ -216,7 +217,7 @@ class MainRecord:
         state = self.state
         epoch_s = state.train_s / state.logged_step * self.steps.per_epoch if state.logged_step else None
         end_entries: EndEntries = {"epoch_s": epoch_s, "error": error_message}
-        if last_step := self.saver.committed:
+        if last_step := self.saver.committed_step:
             end_entries["checkpoint"] = f"checkpoints/{step_name(last_step)}"
         if best_step := state.best_step:
             end_entries["best_checkpoint"] = f"checkpoints/{step_name(best_step)}"
@@ -231,7 +232,7 @@ class MainRecord:
     def close_failed(self, error_message: str) -> None:
         """Close the run after a rank has failed. Wait at most MAX_CHECKPOINT_WAIT_S for a checkpoint."""
         self.write_held_snapshot()
-        self.saver.done(MAX_CHECKPOINT_WAIT_S)
+        self.saver.wait_up_to(MAX_CHECKPOINT_WAIT_S)
         self.close("failed", error_message)
 
     def close(self, status: str, error_message: str | None = None) -> None:
@@ -285,7 +286,7 @@ def build_result(
         "grad_checkpointing": accelerator.grad_checkpointing,
         "step_graph": accelerator.step_graph,
         "deterministic": recipe.deterministic,
-        "hosts": hosts(),
+        "hosts": current_host_count(),
         "processes": batch.processes,
         "device": job.device_name(accelerator),
         "data": recipe.data,

@@ -136,7 +136,7 @@ class Run:
         if session:
             session.exchange.telemetry.stop()
         if isinstance(error, Preempted):
-            stop_reason = watch.agreed()
+            stop_reason = watch.confirm_stop()
             if session:
                 end_preempted(session, stop_reason)
             else:
@@ -349,7 +349,7 @@ class Run:
             if mfu_pct is not None:
                 metrics["train/mfu_pct"] = mfu_pct
             metrics["train/images_per_s"] = images_per_s
-            main_record.log.log_metrics(metrics, session.exchange.telemetry.means())
+            main_record.log.log_metrics(metrics, session.exchange.telemetry.measurement_means())
 
     def show_progress(self, text: str) -> None:
         """Show an evaluation's progress without waiting for the device. All ranks must call this method.

@@ -331,9 +331,9 @@ class RunSetup:
         log.info(f"the run folder is {run_folder.path}")
         flops_utilisation = None
         if isinstance(self.recipe, ImageRecipe):
-            from onecurve.telemetry.flops import utilisation
+            from onecurve.telemetry.flops import utilisation_of_run
 
-            flops_utilisation = utilisation(
+            flops_utilisation = utilisation_of_run(
                 self.recipe, len(self.classes), recipe_file["devices"], recipe_file["mixed_precision"]
             )
             self._warn_if_export_would_fail()

@@ -12,7 +12,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from onecurve.checkpoint.saver import Saver
-from onecurve.distributed.channel import Poll, Reason
+from onecurve.distributed.channel import ExitReason, GlooExchange
 from onecurve.distributed.exact_sum import exact_sum
 from onecurve.distributed.job_accelerator import JobAccelerator
 from onecurve.distributed.watch import Preempted, watch
@@ -56,7 +56,7 @@ class MessageExchange:
         timeout_s: float,
         take_skipped_ids: TakeSkippedIds = list,
     ):
-        self.poll = Poll(timeout_s)
+        self.poll = GlooExchange(timeout_s)
         self.main_record, self.telemetry, self.take_skipped_ids = main_record, telemetry, take_skipped_ids
         self.local_step_us = UNKNOWN_STEP_US  # This process's time per step between the last two messages
         self.slowest_step_us = UNKNOWN_STEP_US  # Maximum local_step_us over all processes
@@ -80,7 +80,7 @@ class MessageExchange:
         self.last_message_time_s, self.last_message_step = current_time_s, step
         self.exchange_signals()
         slowest_step_s = max(self.slowest_step_us / 1e6, 1e-6)
-        is_single_process = self.poll.group is None  # A single process exchanges no messages
+        is_single_process = self.poll.gloo_group is None  # A single process exchanges no messages
         if is_single_process or slowest_step_s >= SHORT_STEP_S:
             self.next_message_step = step + 1
         else:
@@ -97,28 +97,28 @@ class MessageExchange:
             ValueError: If the main process has a problem, which the error message describes.
         """
         failure_message = self.main_record and self.main_record.failure_message()
-        local_reason = Reason.NONE
+        local_reason = ExitReason.NONE
         if failure_message:
-            local_reason = Reason.PROBLEM
+            local_reason = ExitReason.PROBLEM
         elif watch.wanted():
-            local_reason = Reason.STOP
-        last_maxima = self.poll(local_reason, self.local_step_us) or (Reason.NONE, UNKNOWN_STEP_US)
+            local_reason = ExitReason.STOP
+        last_maxima = self.poll(local_reason, self.local_step_us) or (ExitReason.NONE, UNKNOWN_STEP_US)
         agreed_reason, self.slowest_step_us = last_maxima
-        if agreed_reason == Reason.PROBLEM:
+        if agreed_reason == ExitReason.PROBLEM:
             [failure_message] = broadcast_object_list([failure_message])
             raise ValueError(failure_message)
-        if agreed_reason == Reason.STOP:
+        if agreed_reason == ExitReason.STOP:
             raise Preempted
 
     def gather(self, value: Any) -> list[Any]:
         """Return each process's value. The main process also receives telemetry and skipped ids."""
-        telemetry_and_ids = self.poll.collect((self.telemetry.take(), self.take_skipped_ids()))
+        telemetry_and_ids = self.poll.collect((self.telemetry.take_unsent_texts(), self.take_skipped_ids()))
         if self.main_record:
             named_texts, skipped_ids = [], set(self.main_record.state.bad_images)
             for rank_texts, rank_skipped_ids in telemetry_and_ids:
                 named_texts += rank_texts
                 skipped_ids.update(rank_skipped_ids)
-            self.telemetry.append(named_texts)
+            self.telemetry.write_texts(named_texts)
             self.main_record.state.bad_images = sorted(skipped_ids)
         return self.poll.gather(value)
 
@@ -269,7 +269,7 @@ class RunSession:
             step, best_step = state.step, state.best_step
             if best_step != step:
                 saver.write_held()  # Write the best evaluation's snapshot
-            exchange.poll.wait_for_main(self.main_record is not None, saver.done)
+            exchange.poll.wait_for_main(self.main_record is not None, saver.wait_up_to)
             meter.check_gradients(step)
             failure_message = self.main_record and self.main_record.failure_message()
             losses_and_failures = exchange.gather((meter.loss_sum.item(), failure_message))

@@ -28,7 +28,7 @@ DEVICES_FILE = Path(__file__).with_name("devices.yaml")
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceSpecs:
     """Entry of devices.yaml: peaks in 10^12 FLOP/s by dtype, memory in GB, bandwidth in GB/s (10^9 bytes)."""
 
     name: str
@@ -42,15 +42,15 @@ class Device:
 
 
 @functools.cache
-def known_devices() -> tuple[Device, ...]:
+def known_devices() -> tuple[DeviceSpecs, ...]:
     """Return the entries of devices.yaml."""
     import yaml
 
     entry_by_name = yaml.safe_load(DEVICES_FILE.read_text())
-    return tuple(Device(name, **entry) for name, entry in entry_by_name.items())
+    return tuple(DeviceSpecs(name, **entry) for name, entry in entry_by_name.items())
 
 
-def find_device(torch_name: str) -> Device | None:
+def find_device(torch_name: str) -> DeviceSpecs | None:
     """Return the entry for a device name from torch, or None if devices.yaml does not contain the device."""
     # "Tesla V100-PCIE-16GB" matches the entry "Tesla V100-PCIE", but "NVIDIA L40" does not match "NVIDIA L4".
     matches = [device for device in known_devices() if f"{torch_name}-".startswith(f"{device.name}-")]
@@ -82,7 +82,9 @@ class Utilisation:
         return 100 * images_per_s * self.flops_per_image / self.peak_flops if self.peak_flops else None
 
 
-def utilisation(recipe: Recipe, class_count: int, devices: list[str], precision: str) -> Utilisation | None:
+def utilisation_of_run(
+    recipe: Recipe, class_count: int, devices: list[str], precision: str
+) -> Utilisation | None:
     """Return the FLOPs and the peak performance from which the running train script's MFU is computed.
 
     The function returns None for a script without images or without build_model, and if the image size

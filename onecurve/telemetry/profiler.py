@@ -14,7 +14,7 @@ from onecurve.numerics.order import Steps
 from onecurve.system.files import discard, write_text
 from onecurve.system.output import log
 
-PROFILED_STEPS = 3  # Number of profiled steps
+PROFILED_STEP_COUNT = 3
 PROFILE_FOLDER = "profile"  # Name of the subfolder in the run folder
 TRACE_FILE, TABLE_FILE = "trace.json.gz", "table.txt"
 MAX_TABLE_ROWS = 50  # Maximum number of operators in the table
@@ -35,11 +35,11 @@ def begin_profile(
     Raises:
         ValueError: If the run ends before the last profiled step. All processes raise this error.
     """
-    if first_step + PROFILED_STEPS - 1 > steps.last:
+    if first_step + PROFILED_STEP_COUNT - 1 > steps.last:
         raise ValueError(
-            f"--profile {first_step} needs {PROFILED_STEPS} steps from step {first_step:,},"
+            f"--profile {first_step} needs {PROFILED_STEP_COUNT} steps from step {first_step:,},"
             f" but the run ends at step {steps.last:,}."
-            f" Specify --profile {steps.last - PROFILED_STEPS + 1} or less"
+            f" Specify --profile {steps.last - PROFILED_STEP_COUNT + 1} or less"
         )
     if run_folder is None:
         return None
@@ -64,7 +64,7 @@ class Profile:
     def __init__(self, device: torch.device, first_step: int, completed_steps: int, run_folder: Path):
         self.first_step, self.profile_folder = first_step, run_folder / PROFILE_FOLDER
         self.skipped_steps = first_step - 1 - completed_steps
-        self.remaining_steps = self.skipped_steps + PROFILED_STEPS  # Steps until the profile is written
+        self.remaining_steps = self.skipped_steps + PROFILED_STEP_COUNT  # Steps until the profile is written
         self.is_on_gpu = device.type == "cuda"
         activities = [ProfilerActivity.CPU]
         if self.is_on_gpu:
@@ -87,9 +87,9 @@ class Profile:
     def _action_at(self, process_step: int) -> ProfilerAction:
         """Return the profiler's action for a step, counted from 0 in this process."""
         profiled_step = process_step - self.skipped_steps  # 0 for the first profiled step
-        if profiled_step == PROFILED_STEPS - 1:
+        if profiled_step == PROFILED_STEP_COUNT - 1:
             return ProfilerAction.RECORD_AND_SAVE
-        is_profiled = 0 <= profiled_step < PROFILED_STEPS
+        is_profiled = 0 <= profiled_step < PROFILED_STEP_COUNT
         return ProfilerAction.RECORD if is_profiled else ProfilerAction.NONE
 
     def _write_profile(self, profiler: profile) -> None:
@@ -102,7 +102,7 @@ class Profile:
             sort_key = "self_device_time_total" if self.is_on_gpu else "self_cpu_time_total"
             operator_table = profiler.key_averages().table(sort_by=sort_key, row_limit=MAX_TABLE_ROWS)
             write_text(self.profile_folder / TABLE_FILE, f"{operator_table}\n")
-            step_range = f"{self.first_step:,} to {self.first_step + PROFILED_STEPS - 1:,}"
+            step_range = f"{self.first_step:,} to {self.first_step + PROFILED_STEP_COUNT - 1:,}"
             log.info(
                 f"the profile of steps {step_range} is in {trace_file}."
                 " Open this file in https://ui.perfetto.dev"

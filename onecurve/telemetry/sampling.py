@@ -147,11 +147,11 @@ class Telemetry:
         if self.sampling_thread:
             self.sampling_thread.join(SAMPLER_STOP_TIMEOUT_S)
 
-    def take(self) -> list[tuple[str, str]]:
+    def take_unsent_texts(self) -> list[tuple[str, str]]:
         """Return the (file name, text) pairs since the last call, which the main process writes to files."""
         return _take_all(self.unsent_texts)
 
-    def append(self, named_texts: list[tuple[str, str]]) -> None:
+    def write_texts(self, named_texts: list[tuple[str, str]]) -> None:
         """Write the (file name, text) pairs from other processes. Only the main process calls this method."""
         try:
             for file_name, text in named_texts:
@@ -159,7 +159,7 @@ class Telemetry:
         except OSError as error:
             self._warn_once(str(error))
 
-    def means(self) -> dict[str, float]:
+    def measurement_means(self) -> dict[str, float]:
         """Return {`telemetry/<name>`: mean since the last call} for the main process's host."""
         values_by_key: defaultdict[str, list[float]] = defaultdict(list)
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from onecurve.checkpoint import format as checkpoints
-from onecurve.checkpoint.format import FORMAT_VERSION, MANIFEST_FILE, newest, steps_in, verify
+from onecurve.checkpoint.format import FORMAT_VERSION, MANIFEST_FILE, newest, steps_in, verify_checkpoint
 from onecurve.system.files import sync
 from onecurve.system.processes import is_alive
 from tests.conftest import (
@@ -160,7 +160,7 @@ def test_gives_up_after_three_restarts_without_a_new_checkpoint(stoppable, tmp_p
     assert status != 0
     assert output.count("continuing at step 4") == 1 + 3, output
     assert "restarted the job 3 times without a new checkpoint since step 4." in output
-    assert verify(latest(tmp_path / "run")).step == 4
+    assert verify_checkpoint(latest(tmp_path / "run")).step == 4
 
 
 # --- Failures while the shards of a checkpoint are gathered
@@ -205,7 +205,7 @@ def test_a_rank_fails_in_a_gather(strategy, fault, project_copy, tmp_path):
     if fault != "stopped":
         assert output.count("error: ") == 1, output
         assert "[/" not in "".join(line for line in output.splitlines() if "error: " in line), output
-    assert verify(latest(tmp_path / "run")).step == 4
+    assert verify_checkpoint(latest(tmp_path / "run")).step == 4
     words += ["--max_steps", "8"]
     assert "continuing at step 4" in run(words)
 
@@ -217,7 +217,7 @@ def test_the_main_process_is_killed_in_a_commit(strategy, tmp_path):
     env = at_file_operation(tmp_path, "/run/checkpoints", "os.rename .step_00000008.tmp")
     assert Job(words, env=env).wait(60)[0] != 0
     assert mark(tmp_path).exists()
-    assert verify(latest(tmp_path / "run")).step == 4
+    assert verify_checkpoint(latest(tmp_path / "run")).step == 4
     assert "continuing at step 4" in run(words)
     assert latest(tmp_path / "run").name == "step_00000012"
 
@@ -283,7 +283,7 @@ def test_a_full_disk(launcher, operation, disk, tmp_path):
     (disk / "filler").unlink()
     assert "continuing at step" in run(words)
     assert latest(disk / "run").name == LAST
-    verify(latest(disk / "run"))
+    verify_checkpoint(latest(disk / "run"))
 
 
 @pytest.mark.full
@@ -449,7 +449,7 @@ FORGED += [
 def test_a_forged_manifest_is_refused(changes, message, hostile):
     forge(hostile, **changes)
     with pytest.raises(ValueError, match=message):
-        verify(hostile)
+        verify_checkpoint(hostile)
 
 
 def test_tensors_of_another_shape_are_refused_before_anything_is_loaded(hostile, tmp_path):
@@ -464,7 +464,7 @@ def test_a_giant_header_is_refused(size, hostile):
     (hostile / "model.safetensors").write_bytes(struct.pack("<Q", size) + b"{" + b" " * 1000)
     forge(hostile)
     with pytest.raises(ValueError, match="is not a valid safetensors file"):
-        checkpoints.TensorFile(verify(hostile).folder / "model.safetensors")
+        checkpoints.TensorFile(verify_checkpoint(hostile).folder / "model.safetensors")
 
 
 # --- Retention of checkpoints
@@ -490,7 +490,7 @@ def test_links_are_not_followed_when_checkpoints_are_removed(straight, tmp_path,
     (parent / f"damaged_{LAST}").symlink_to(elsewhere)
     damage(parent / LAST / "state.json", "emptied")
     assert newest(parent).step == 20
-    checkpoints.commit(parent, 24, {}, {}, {})
+    checkpoints.write_checkpoint(parent, 24, {}, {}, {})
     assert (parent / LAST / MANIFEST_FILE).exists()
     assert sorted(elsewhere.rglob("*")) == kept
 

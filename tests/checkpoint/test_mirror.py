@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from onecurve.checkpoint.format import MANIFEST_FILE, step_name, steps_in, verify
-from onecurve.checkpoint.mirror import Mirror, committed, fetch_log, fetch_newest
+from onecurve.checkpoint.format import MANIFEST_FILE, step_name, steps_in, verify_checkpoint
+from onecurve.checkpoint.mirror import Mirror, committed_steps, download_logs, fetch_newest
 from onecurve.run.folder import RunFolder
 from onecurve.run.lease import Lease, PrefixRecord
 from onecurve.system.files import read_json
@@ -87,7 +87,9 @@ def send(mirror: Mirror, step: int, best: int | None = 14) -> None:
 def test_the_best_checkpoint_stays_on_disk_until_it_is_uploaded(bucket, mirror):
     """Check that the best checkpoint is kept during its upload, even if a later checkpoint is better."""
     needed = []
-    bucket.proxy.on("PUT", ".*/step_00000014/manifest.json", lambda: needed.append(mirror.needs()))
+    bucket.proxy.on(
+        "PUT", ".*/step_00000014/manifest.json", lambda: needed.append(mirror.steps_needed_on_disk())
+    )
     send(mirror, 16, best=14)
     assert needed == [{14, 16}]
 
@@ -147,7 +149,7 @@ def test_an_older_log_is_replaced_by_another_machines_log(bucket, tmp_path):
         bucket.store.write(name, b"1\n2\n")
     (tmp_path / "metrics.jsonl").write_bytes(b"1\n")
     (tmp_path / "telemetry-a.jsonl").write_bytes(b"1\n2\n3\n")
-    fetch_log(bucket.store, tmp_path)
+    download_logs(bucket.store, tmp_path)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {
         "metrics.jsonl": b"1\n2\n",
         "telemetry-a.jsonl": b"1\n2\n3\n",
@@ -171,7 +173,7 @@ def test_killed_between_data_and_manifest(bucket, straight, tmp_path):  # noqa: 
     new = [key for key in bucket.store.list("checkpoints/step_") if key.split("/")[1] > "step_00000008"]
     assert len(new) == 3, "the data was not uploaded"
     assert bucket.steps()[-1] == 8, "a checkpoint without a manifest counts"
-    assert verify(folder / "checkpoints" / new[0].split("/")[1])
+    assert verify_checkpoint(folder / "checkpoints" / new[0].split("/")[1])
     # Another machine can see only step 8, and the run's lock belongs to a dead process on this machine.
     output = bucket.run(tmp_path / "elsewhere", "--max_steps", "9")
     assert "continuing at step 8" in output
@@ -236,7 +238,7 @@ def test_credentials_that_expire_during_the_run(bucket, mirror):
     bucket.proxy.clear()
     assert bucket.steps() == [14]
     send(mirror, 20)
-    assert not mirror.failed
+    assert not mirror.last_upload_failed
     assert bucket.steps() == [14, 20]
 
 
@@ -388,7 +390,7 @@ def test_foreign_objects_stay_in_the_bucket(bucket, mirror):
         bucket.store.write(key, b"mine")
     for step in (14, 16, 20):
         send(mirror, step, best=None)
-    assert committed(bucket.store) == {16, 20}
+    assert committed_steps(bucket.store) == {16, 20}
     assert foreign_keys <= set(bucket.store.list())
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from onecurve.checkpoint.optimizer_trial import run_optimizer_trial
-from onecurve.distributed.layout import Layout, _ZeroLayout
+from onecurve.distributed.layout import ParameterLayout, _ZeroLayout
 from tests.conftest import STRATEGIES, Job, latest, mutate, python, rows_of, run, tensors
 from tests.support.optimizers import CASES
 from train_vit import Vit, build_model, build_optimizer, learning_rate
@@ -185,10 +185,10 @@ def test_vits_schedules():
     assert learning_rate(Vit(lr=1, warmup=0.5, schedule="step"), 2, 12) == 0.5
 
 
-class Flat(Layout):
+class Flat(ParameterLayout):
     """Layout in which the optimizer updates flat partitions, as with ZeRO."""
 
-    parts, is_flat, arrangements = "flat partitions", True, _ZeroLayout.arrangements
+    partition_name, has_flat_partitions, arrangements = "flat partitions", True, _ZeroLayout.arrangements
 
 
 @pytest.mark.parametrize(
@@ -212,11 +212,11 @@ def test_flat_partitions_need_an_elementwise_optimizer(make, reason):
     if reason is None:
         assert run_optimizer_trial(layout).state_names()
     else:
-        with pytest.raises(ValueError, match=reason):
+        with pytest.raises(ValueError, match=f"on flat partitions: .*{reason}"):
             run_optimizer_trial(layout)
 
 
-class Rows(Layout):
+class Rows(ParameterLayout):
     """Layout in which the optimizer receives each parameter as two tensors, each with half of the rows."""
 
     partition_name = "shards"
@@ -281,7 +281,7 @@ def test_state_that_a_checkpoint_cannot_store_is_refused_before_the_first_step(o
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(ValueError, match=re.escape(reason)) as refusal:
         run_optimizer_trial(
-            Layout(model, SimpleNamespace(optimizer=optimizer_class(model.parameters(), lr=0.1)))
+            ParameterLayout(model, SimpleNamespace(optimizer=optimizer_class(model.parameters(), lr=0.1)))
         )
     assert optimizer_class.__name__ in str(refusal.value)
     assert "\n" not in str(refusal.value)
@@ -292,7 +292,7 @@ def test_a_trial_changes_nothing_and_lists_the_optimizers_state():
     model = nn.Sequential(nn.Linear(300, 200), nn.LayerNorm(200))
     model.scale = nn.Parameter(torch.ones(()))
     optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
-    layout = Layout(model, SimpleNamespace(optimizer=optimizer))
+    layout = ParameterLayout(model, SimpleNamespace(optimizer=optimizer))
     trial = run_optimizer_trial(layout)
     assert trial.state_names() == ["step", "sum"]
     assert trial.shaped_dtypes["0.weight"] == {"sum": torch.float32}

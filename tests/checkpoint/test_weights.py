@@ -14,7 +14,7 @@ from timm.optim import param_groups_layer_decay
 from torch import Tensor
 
 from onecurve.checkpoint import weights
-from onecurve.checkpoint.format import commit, remove_checkpoint, write_step_index
+from onecurve.checkpoint.format import remove_checkpoint, write_checkpoint, write_step_index
 from onecurve.checkpoint.snapshot import Snapshot
 from onecurve.flags.recipe import parse
 from onecurve.models.script import as_flags
@@ -158,7 +158,9 @@ def checkpoint(run: Path, step: int, value: float, ema: float | None = None, **f
         snapshots[name] = Snapshot(specs, pinned=False)
         for view in snapshots[name].views.values():
             view.fill_(fill)
-    return commit(run / "checkpoints", step, snapshots, {}, {"recipe": {"model": "test_vit"}} | fields)
+    return write_checkpoint(
+        run / "checkpoints", step, snapshots, {}, {"recipe": {"model": "test_vit"}} | fields
+    )
 
 
 def test_weights_come_from_a_run_a_checkpoint_or_an_exported_folder(tmp_path):
@@ -185,7 +187,7 @@ def test_weights_come_from_a_run_a_checkpoint_or_an_exported_folder(tmp_path):
 
 @pytest.mark.parametrize("when", ["while it is verified", "before it is read"])
 def test_a_best_checkpoint_that_is_replaced_during_the_read(when, tmp_path, monkeypatch):
-    run, checked = tmp_path / "run", weights.verify
+    run, checked = tmp_path / "run", weights.verify_checkpoint
     manifest_fields = {"classes": ["a"], "written_by": {"script": "train_vit"}}
 
     def save(step: int) -> None:
@@ -196,13 +198,13 @@ def test_a_best_checkpoint_that_is_replaced_during_the_read(when, tmp_path, monk
         save(2)
         remove_checkpoint(run / "checkpoints" / "step_00000001")
 
-    def verify(folder: Path, *heartbeat):
+    def verify_checkpoint(folder: Path, *heartbeat):
         if when == "while it is verified" and folder.name.endswith("1"):
             replace()
         return checked(folder, *heartbeat)
 
     save(1)
-    monkeypatch.setattr(weights, "verify", verify)
+    monkeypatch.setattr(weights, "verify_checkpoint", verify_checkpoint)
     chosen = weights.find_model(str(run), "best", tmp_path, lambda: None)
     if when == "before it is read":
         replace()

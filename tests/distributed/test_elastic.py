@@ -54,14 +54,14 @@ def agent(monkeypatch):
 @pytest.mark.parametrize(("variables", "hosts", "processes"), rows_of("most hosts"))
 def test_most_hosts(variables, hosts, processes, agent):
     agent(**variables)
-    assert (rendezvous.most_hosts(), rendezvous.most_processes()) == (hosts, processes)
+    assert (rendezvous.max_host_count(), rendezvous.max_process_count()) == (hosts, processes)
 
 
 @pytest.mark.parametrize(("flags", "hosts"), rows_of("most hosts of torchrun"))
 def test_most_hosts_of_torchruns_command_line(flags, hosts, agent, monkeypatch):
     agent()
     monkeypatch.setattr(rendezvous, "ancestors", lambda: [Ancestor(None, ["python", "torchrun", *flags])])
-    assert rendezvous.most_hosts() == hosts
+    assert rendezvous.max_host_count() == hosts
 
 
 def test_the_micro_batch_does_not_depend_on_the_number_of_hosts(agent):

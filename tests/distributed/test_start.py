@@ -35,7 +35,7 @@ def main():
     layout = layout_of(model, optimizer)
     same = all(
         torch.equal(mine.cpu().flatten(), drawn[name][piece.start : piece.start + piece.length])
-        for name, mine in layout.views(layout.local) for piece in [layout.piece_of[name]]
+        for name, mine in layout.named_pieces(layout.local_tensors) for piece in [layout.piece_of[name]]
     )
     print(f"rank {accelerator.process_index} trains what it drew: {same}", flush=True)
     accelerator.backward(model(torch.randn(2, 4)).sum())

@@ -346,7 +346,7 @@ def test_a_script_imports_no_triton_and_its_model_no_kernels():
 
 
 def test_a_run_records_the_kernel_as_a_package():
-    with_kernel, without = (SimpleNamespace(short_attention=used) for used in (True, False))
+    with_kernel, without = (SimpleNamespace(uses_short_attention_kernel=used) for used in (True, False))
     current = versions(with_kernel)
     assert current.items() - versions(without).items() == {("short_attention", kernel_version())}
     assert versions() == versions(without)

@@ -33,7 +33,7 @@ class Board:
                 for column in zip(*(messages[previous] for messages in self.messages), strict=True)
             ]
 
-        send.group = "gloo"
+        send.gloo_group = "gloo"
         return send
 
 
@@ -41,7 +41,7 @@ class Board:
 def clock(monkeypatch):
     now = SimpleNamespace(s=0.0)
     monkeypatch.setattr(module.time, "perf_counter", lambda: now.s)
-    monkeypatch.setattr(module, "Poll", lambda timeout_s: None)
+    monkeypatch.setattr(module, "GlooExchange", lambda timeout_s: None)
     return now
 
 

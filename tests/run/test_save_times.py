@@ -30,7 +30,8 @@ class Simulation:
             monkeypatch.setattr(module.time, "monotonic", lambda: self.now_s)
         self.written: list[tuple[int, float]] = []  # Step of each checkpoint and time at which it was written
         gatherer = SimpleNamespace(pauses_disabled=threading.Event())
-        training = SimpleNamespace(take=dict, scalars=dict, allocate=list, expected=list, gatherer=gatherer)
+        training = SimpleNamespace(take_snapshots=dict, allocate=list, expected_specs=list, gatherer=gatherer)
+        training.scalars = dict
         saver = Saver(training, Path("nowhere"), {})
 
         def submit(work, step, *to_write) -> Future:

@@ -18,7 +18,7 @@ from timm.data import ImageNetInfo, create_transform, resolve_model_data_config
 from timm.models import save_for_hf
 
 import export
-from onecurve.checkpoint.published import class_names, published_from_name
+from onecurve.checkpoint.published import published_class_names, published_from_name
 from onecurve.checkpoint.weights import as_timm_model, find_model
 from onecurve.models.preprocessing import CROP_FLAGS
 from predict import Prediction
@@ -56,7 +56,7 @@ def timm_results(hub, photographs) -> tuple[float, list[str]]:
 
 def shown(synsets: list[str]) -> list[str]:
     """Return the displayed names of ImageNet classes, given their synsets."""
-    names = {synset: name for name, synset, *_ in class_names(published_from_name(NAME))}
+    names = {synset: name for name, synset, *_ in published_class_names(published_from_name(NAME))}
     return [names[synset] for synset in synsets]
 
 
@@ -180,7 +180,7 @@ def test_a_run_records_the_models_own_preprocessing(folders, cache, tmp_path):
 @pytest.mark.parametrize("count", [1000, 11821, 21841, 21843, 11221])
 def test_names_of_imagenets_classes(count):
     """Check that all displayed names are unique, and that data may also name a class by its synset."""
-    names = class_names(replace(published_from_name(NAME), class_count=count))
+    names = published_class_names(replace(published_from_name(NAME), class_count=count))
     assert len({name for name, *_ in names}) == len(names) == count
     assert ("crane (n02012849)", "n02012849", "crane", "crane") in names or count != 1000
 

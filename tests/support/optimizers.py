@@ -152,13 +152,13 @@ def train(
 
 
 def save(training: TrainingState, folder: Path, step: int) -> checkpoints.Checkpoint:
-    snapshots, accelerator = training.take(), training.accelerator
+    snapshots, accelerator = training.take_snapshots(), training.accelerator
     training.gather()
     state = RunState(step, logged_step=step, losses=[0.0], **training.scalars()).to_json()
     if accelerator.is_main_process:
-        checkpoints.commit(folder, step, snapshots, state, training.about())
+        checkpoints.write_checkpoint(folder, step, snapshots, state, training.about())
     accelerator.wait_for_everyone()
-    return checkpoints.verify(folder / checkpoints.step_name(step))
+    return checkpoints.verify_checkpoint(folder / checkpoints.step_name(step))
 
 
 def compare(accelerator: Accelerator, case: Case, folder: Path) -> None:

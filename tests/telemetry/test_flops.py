@@ -87,6 +87,6 @@ def test_every_boolean_flag_leaves_the_operations_countable(name, monkeypatch, c
     for switch in switches:
         other_flags = ["--pretrained"] if switch == "freeze" else []
         recipe = parse(recipe_type, [*SMALL[name], f"--{switch}", *other_flags])
-        utilisation = flops.utilisation(recipe, 10, ["NVIDIA H200"], "bf16")
+        utilisation = flops.utilisation_of_run(recipe, 10, ["NVIDIA H200"], "bf16")
         assert capsys.readouterr().out == "", switch
         assert utilisation.mfu_pct(1e6) > 0, switch

@@ -121,7 +121,7 @@ def test_a_write_error_is_reported_once_and_stops_nothing(tmp_path, capsys):
     telemetry = telemetry_of(tmp_path, interval_s=0.05)
     wait_until(lambda: not telemetry.sampling_thread.is_alive())
     for _ in range(2):
-        telemetry.append([("telemetry-b.jsonl", "{}\n")])
+        telemetry.write_texts([("telemetry-b.jsonl", "{}\n")])
         assert telemetry.summaries() == []
     reported = capsys.readouterr().out.splitlines()
     assert len(reported) == len(set(reported)) == 4
@@ -242,7 +242,7 @@ def test_the_telemetry_of_a_host_with_gpus(nvml, tmp_path, capsys, known):
     header, sample = lines(tmp_path / "telemetry-a.jsonl")[:2]
     assert header["devices"] == ["Model X"]
     assert [gpu["utilisation_pct"] for gpu in sample.get("gpus", [])] == ([97] if known else [])
-    assert telemetry.means().get("telemetry/gpu0_power_w") == (312.5 if known else None)
+    assert telemetry.measurement_means().get("telemetry/gpu0_power_w") == (312.5 if known else None)
     assert ("NVML can't find" in capsys.readouterr().out) == (not known)
     assert telemetry.summaries()[0]["utilisation_pct"] == (97 if known else None)
     assert telemetry.summaries()[0]["gpus"] == 1
@@ -288,7 +288,7 @@ def test_the_energy_of_a_run_includes_all_its_starts(tmp_path, starts, expected_
 def test_a_line_that_was_cut_is_left_out(tmp_path):
     """Check that an incomplete line is skipped. A restart appends a newline before its lines."""
     file = written(tmp_path / "telemetry-a.jsonl", HEADER, sample(1, utilisation_pct=50), '{"t": 2, "st')
-    telemetry_of(tmp_path).append([(file.name, json.dumps(line) + "\n") for line in (HEADER, sample(9))])
+    telemetry_of(tmp_path).write_texts([(file.name, json.dumps(line) + "\n") for line in (HEADER, sample(9))])
     assert json.loads(file.read_text().splitlines()[-2]) == HEADER
     summary = summarize(file)
     assert (summary["samples"], summary["utilisation_pct"]) == (2, 50)

@@ -13,7 +13,7 @@ import numpy as np
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from onecurve.checkpoint.published import download
+from onecurve.checkpoint.published import download_from_hub
 from onecurve.checkpoint.weights import TrainedModel, as_timm_model, find_model
 from onecurve.data.splits import ArraySplit, CroppedSplit, Split
 from onecurve.distributed.accelerator import start
@@ -97,7 +97,9 @@ class InferenceSettings:
         """Find the model in files, or download a timm model's weights from the Hugging Face Hub."""
         if self.pretrained or (is_hub_name(location) and not Path(location).exists()):
             timm_model_name = timm_name(location)
-            trained_model = find_model(str(download(timm_model_name)), self.which, scratch, heartbeat)
+            trained_model = find_model(
+                str(download_from_hub(timm_model_name)), self.which, scratch, heartbeat
+            )
             return dataclasses.replace(
                 trained_model, name=f"timm/{timm_model_name}", reports=f"validation/{timm_model_name}"
             )

@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from onecurve.telemetry.flops import Device
+from onecurve.telemetry.flops import DeviceSpecs
 
 REACHED_FLOPS = 0.66  # fraction of peak FLOP/s in large bf16 matmuls; measured: 675 to 740 of 990 TFLOP/s
 REACHED_BANDWIDTH = 0.9  # fraction of the memory bandwidth in copies; measured: 4.2 of 4.8 TB/s
@@ -62,7 +62,7 @@ class Cluster:
 
     host_count: int
     gpus_per_host: int
-    device: Device
+    device: DeviceSpecs
     network_gb_s: float  # bandwidth of a host in one direction, in 10^9 bytes/s
 
     @property
@@ -152,7 +152,7 @@ def collectives_of_step(trace: Trace, accumulations: int = 1) -> Iterator[Collec
         yield from [collective] * (1 if runs_once else accumulations)
 
 
-def _kernel_seconds(trace: Trace, device: Device) -> dict[str, float]:
+def _kernel_seconds(trace: Trace, device: DeviceSpecs) -> dict[str, float]:
     """Return the total seconds of the compute-bound kernels and of the memory-bound kernels."""
     peak_tflops_by_dtype = {"bfloat16": device.peaks.get("bf16"), "float16": device.peaks.get("fp16")}
     fp32_peak_tflops = device.peaks.get("tf32", device.peaks["fp32"])

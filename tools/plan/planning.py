@@ -18,7 +18,7 @@ from onecurve.flags.recipe import parse_fold, share_out
 from onecurve.models.script import count_training_images, load_script, recipe_of
 from onecurve.system.paths import ROOT
 from onecurve.system.processes import allowed_cores
-from onecurve.telemetry.flops import Device, find_device, known_devices
+from onecurve.telemetry.flops import DeviceSpecs, find_device, known_devices
 from tools.plan import cost
 from tools.plan.cost import Cluster, Execution, Trace
 
@@ -92,7 +92,7 @@ def cluster_of(host_count: int, gpus_per_host: int, device_name: str, network_gb
     return Cluster(host_count, gpus_per_host, device, network_gb_s or device.network_gb_s)
 
 
-def named_device(device_name: str) -> Device:
+def named_device(device_name: str) -> DeviceSpecs:
     """Return the device with a name from torch, or the first device whose name contains all words of a name.
 
     Raises:

@@ -39,7 +39,7 @@ from onecurve.distributed.strategy import precision, strategy
 from onecurve.flags.recipe import Batch, ImageRecipe, without_training_flags
 from onecurve.models.script import ASSUMED_CLASS_COUNT, load_script, recipe_of
 from onecurve.numerics.order import reseed
-from onecurve.telemetry.flops import Device, find_device
+from onecurve.telemetry.flops import DeviceSpecs, find_device
 from onecurve.upstream import torch_fakes
 from onecurve.upstream.torch_fakes import leaves
 from tools.plan.cost import IMAGE_QUANTUM, Collective, Kernel, Trace, estimate_largest_size
@@ -76,7 +76,7 @@ class PlannedJob(NamedTuple):
     config_file: Path  # the accelerate config's path
     process_count: int
     host_count: int
-    device: Device | None  # GPU model, or None for this machine's CPU
+    device: DeviceSpecs | None  # GPU model, or None for this machine's CPU
     script_command: list[str]  # the script's path and flags
 
 
@@ -138,7 +138,7 @@ class TracedTraining:
         batch = Batch(image_count * job.process_count, image_count, job.process_count, accumulations=1)
         self.accelerator = start_as_rank_0(job.config_file, batch, job.host_count, recipe)
         uses_attention_kernel = job.device is not None and _has_attention_kernel(job.device, self.accelerator)
-        self.accelerator.short_attention = uses_attention_kernel
+        self.accelerator.uses_short_attention_kernel = uses_attention_kernel
         torch.manual_seed(recipe.seed)
         with torch.device("meta"):
             self.model = self.script_module.build_model(recipe, ASSUMED_CLASS_COUNT)
@@ -170,7 +170,7 @@ class TracedTraining:
             self.average.update(0)
 
 
-def _has_attention_kernel(device: Device, accelerator: JobAccelerator) -> bool:
+def _has_attention_kernel(device: DeviceSpecs, accelerator: JobAccelerator) -> bool:
     """Return True if a GPU supports the attention kernel, which needs bf16 (compute capability 8.0)."""
     has_triton = importlib.util.find_spec("triton") is not None
     return has_triton and "bf16" in device.peaks and precision(accelerator) != "no"
@@ -191,7 +191,7 @@ def trace(job: PlannedJob, image_counts: list[int]) -> Trace:
         record_reducer_collectives(model, reducer_collectives)
         layout = layout_of(model, training.optimizer)
         tracker = torch_fakes.memory_tracker()
-        tracker.track_external(model, *leaves(layout.local), *averages)
+        tracker.track_external(model, *leaves(layout.local_tensors), *averages)
         gradient_bytes = 0
 
         def record_gradient_bytes() -> None:
@@ -228,8 +228,8 @@ def trace(job: PlannedJob, image_counts: list[int]) -> Trace:
                     break
                 trace_peak(largest_image_count)
                 trace_peak(largest_image_count + IMAGE_QUANTUM)
-    optimizer_tensors = _tensors_in(layout.states())
-    optimizer_tensors += [*(layout.local if layout.is_flat else ()), *averages]
+    optimizer_tensors = _tensors_in(layout.local_states())
+    optimizer_tensors += [*(layout.local_tensors if layout.has_flat_partitions else ()), *averages]
     return Trace(
         strategy=strategy(training.accelerator),
         mixed_precision=precision(training.accelerator),

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from onecurve.checkpoint.format import step_from_name, step_name, steps_in, verify
+from onecurve.checkpoint.format import step_from_name, step_name, steps_in, verify_checkpoint
 from onecurve.flags.fields import flags_where, without_removed_flags
 from onecurve.flags.recipe import METRICS
 from onecurve.models.preprocessing import CROP_FLAGS, LEGACY
@@ -252,7 +252,7 @@ class Verification:
     def _checkpoint_findings(self, step: int) -> Iterator[str]:
         """Yield a finding if a checkpoint is damaged or was trained with a different recipe."""
         try:
-            manifest = verify(self.checkpoints_folder / step_name(step)).manifest
+            manifest = verify_checkpoint(self.checkpoints_folder / step_name(step)).manifest
         except ValueError as error:
             yield f"the checkpoint of step {step:,}: {error}"
             return
