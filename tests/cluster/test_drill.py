@@ -44,7 +44,7 @@ MUTANTS = {
         # The log may be the first file that can't be written.
         ("onecurve/run/log.py", "self._set_problem(file.name, error)", "pass"),
     ],
-    "preempt": [("onecurve/run/ending.py", "        session.flush()", "        pass")],
+    "preempt": [("onecurve/run/ending.py", "        session.write_newest_snapshot()", "        pass")],
     "silence-s3": [
         ("onecurve/checkpoint/saver.py", "self.mirror.offer(step, best_step)\n", WAIT_FOR_UPLOAD),
         ("onecurve/system/s3.py", "READ_TIMEOUT_S = 15 ", "READ_TIMEOUT_S = 999 "),
