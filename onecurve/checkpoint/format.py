@@ -113,15 +113,15 @@ def step_name(step: int) -> str:
 
 def step_from_name(name: str) -> int | None:
     """Return the step number in a checkpoint's name (390 for step_00000390), or None for other names."""
-    match = re.fullmatch(r"step_(?P<step>[0-9]{8}|[1-9][0-9]{8,17})", name)
-    return int(match["step"]) if match else None
+    step_match = re.fullmatch(r"step_(?P<step>[0-9]{8}|[1-9][0-9]{8,17})", name)
+    return int(step_match["step"]) if step_match else None
 
 
 def steps_in(folder: Path) -> list[int]:
     """Return the steps of all checkpoints in the folder, including damaged checkpoints, newest first."""
     if not folder.is_dir():
         return []
-    steps_or_none = (step_from_name(path.name) for path in folder.iterdir())
+    steps_or_none = (step_from_name(child_path.name) for child_path in folder.iterdir())
     return sorted((step for step in steps_or_none if step is not None), reverse=True)
 
 
@@ -152,7 +152,10 @@ def write_checkpoint(
     discard(temporary_folder)
     try:
         temporary_folder.mkdir(parents=True)
-        file_entries = {name: snapshot.write(temporary_folder / name) for name, snapshot in snapshots.items()}
+        file_entries = {
+            file_name: snapshot.write(temporary_folder / file_name)
+            for file_name, snapshot in snapshots.items()
+        }
         state_json = json.dumps(state, indent=1).encode()
         file_entries[STATE_FILE] = write_chunks(temporary_folder / STATE_FILE, [state_json])
         manifest = {"format_version": FORMAT_VERSION, "step": step, "files": file_entries, **manifest_entries}
@@ -185,8 +188,8 @@ def parse_step_index(index_bytes: bytes, location: Path | str) -> dict[str, int]
         ValueError: If the content is not a checkpoint index.
     """
     try:
-        name_by_label = parse_json(index_bytes, location)
-        step_by_label = {label: step_from_name(name) for label, name in name_by_label.items()}
+        folder_by_label = parse_json(index_bytes, location)
+        step_by_label = {label: step_from_name(folder_name) for label, folder_name in folder_by_label.items()}
         return {label: step for label, step in step_by_label.items() if step is not None}
     except (ValueError, TypeError):
         raise ValueError(f"{location} is not a valid checkpoint index") from None
@@ -205,11 +208,11 @@ def best_checkpoint_folder(checkpoints_folder: Path) -> Path | None:
 
 def steps_to_keep(saved_steps: Iterable[int], best_step: int | None, keep_every: int | None) -> set[int]:
     """Return the checkpoint steps to keep: the latest two, the best, and multiples of --keep_every."""
-    steps = sorted(saved_steps)
-    latest_steps = steps[-LATEST_KEPT_COUNT:]
-    kept_steps = {*latest_steps, *(step for step in steps if step == best_step)}
+    sorted_steps = sorted(saved_steps)
+    latest_steps = sorted_steps[-LATEST_KEPT_COUNT:]
+    kept_steps = {*latest_steps, *(step for step in sorted_steps if step == best_step)}
     if keep_every:
-        kept_steps |= {step for step in steps if step % keep_every == 0}
+        kept_steps |= {step for step in sorted_steps if step % keep_every == 0}
     return kept_steps
 
 
@@ -230,9 +233,9 @@ def remove_checkpoint(folder: Path) -> None:
 
 def remove_temporary_folders(checkpoints_folder: Path) -> None:
     """Remove leftovers of interrupted writes and removals. Only the run's owner may call this function."""
-    for path in checkpoints_folder.glob(".step_*"):
+    for leftover_folder in checkpoints_folder.glob(".step_*"):
         with contextlib.suppress(OSError):
-            discard(path)
+            discard(leftover_folder)
 
 
 # --- Verifying and choosing
@@ -250,30 +253,30 @@ def verify_checkpoint(step_folder: Path, heartbeat: Heartbeat = lambda: None) ->
         with open(_require_regular_file(step_folder / MANIFEST_FILE), "rb") as manifest_file:
             manifest = parse_checkpoint_manifest(manifest_file.read(JSON_LIMIT_BYTES), step_folder)
         for file_name, file_entry in manifest["files"].items():
-            path = _require_regular_file(step_folder / file_name)
-            if path.stat().st_size != file_entry["size"]:
+            checkpoint_file = _require_regular_file(step_folder / file_name)
+            if checkpoint_file.stat().st_size != file_entry["size"]:
                 raise DamagedCheckpoint(
-                    f"{path} contains {path.stat().st_size:,} bytes,"
+                    f"{checkpoint_file} contains {checkpoint_file.stat().st_size:,} bytes,"
                     f" but the manifest lists {file_entry['size']:,} bytes"
                 )
-            if sha256_of(path, heartbeat) != file_entry["sha256"]:
-                raise DamagedCheckpoint(f"{path} does not match the SHA-256 in the manifest")
+            if sha256_of(checkpoint_file, heartbeat) != file_entry["sha256"]:
+                raise DamagedCheckpoint(f"{checkpoint_file} does not match the SHA-256 in the manifest")
     except OSError as error:  # after a disk or permission error, for example, the file may be intact
         raise ValueError(f"{error.filename} can't be read: {error.strerror}") from None
     return Checkpoint(step_folder, manifest)
 
 
-def _require_regular_file(path: Path) -> Path:
+def _require_regular_file(checkpoint_file: Path) -> Path:
     """Return the path if it refers to a regular file.
 
     Raises:
         DamagedCheckpoint: If the file is missing or is not a regular file. Symbolic links are refused. Pipes
             are also refused, because a read from a pipe would block.
     """
-    if path.is_symlink() or not path.is_file():
-        problem = "not a regular file" if os.path.lexists(path) else "missing"
-        raise DamagedCheckpoint(f"{path} is {problem}")
-    return path
+    if checkpoint_file.is_symlink() or not checkpoint_file.is_file():
+        file_problem = "not a regular file" if os.path.lexists(checkpoint_file) else "missing"
+        raise DamagedCheckpoint(f"{checkpoint_file} is {file_problem}")
+    return checkpoint_file
 
 
 class FileEntry(TypedDict):
@@ -300,8 +303,8 @@ def parse_checkpoint_manifest(manifest_bytes: bytes, step_folder: Path | str) ->
         manifest = parse_json(manifest_bytes, location)
     except ValueError:
         manifest = {}
-    is_valid = has_type(manifest, CheckpointManifest)
-    if not is_valid or any(file_entry["size"] < 0 for file_entry in manifest["files"].values()):
+    is_manifest_valid = has_type(manifest, CheckpointManifest)
+    if not is_manifest_valid or any(file_entry["size"] < 0 for file_entry in manifest["files"].values()):
         raise DamagedCheckpoint(f"{location} is not a valid checkpoint manifest")
     if manifest.pop("digest") != _manifest_digest(manifest):
         raise DamagedCheckpoint(f"{location} does not match the digest that the file contains")
@@ -381,8 +384,8 @@ class TensorFile:
             check_regular(path)
             self.safetensors_reader = safe_open(path, "pt")
         except (OSError, SafetensorError) as error:
-            reason = lfs_pointer_problem(path) or error
-            raise ValueError(f"{path} is not a valid safetensors file: {reason}") from None
+            invalid_reason = lfs_pointer_problem(path) or error
+            raise ValueError(f"{path} is not a valid safetensors file: {invalid_reason}") from None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         reader = self.safetensors_reader
@@ -396,9 +399,9 @@ class TensorFile:
         """
         reader = self.safetensors_reader
         dtype_names = {name: reader.get_slice(name).get_dtype() for name in reader.keys()}  # noqa: SIM118
-        for name, dtype_name in dtype_names.items():
+        for tensor_name, dtype_name in dtype_names.items():
             if dtype_name not in DTYPE_BY_NAME:
-                raise ValueError(f"{self.path}: tensor {name} has the unsupported dtype {dtype_name}")
+                raise ValueError(f"{self.path}: tensor {tensor_name} has the unsupported dtype {dtype_name}")
         return {name: (DTYPE_BY_NAME[dtype_names[name]], shape) for name, shape in self.shapes().items()}
 
     def require_shapes(self, model_shapes: dict[str, tuple[int, ...]]) -> None:
@@ -420,15 +423,15 @@ class TensorFile:
 
     def wrapper_prefix(self) -> str:
         """Return the prefix that model wrappers add to all tensor names, for example `module._orig_mod.`."""
-        tensor_names, prefix = self.shapes().keys(), ""
+        tensor_names, common_prefix = self.shapes().keys(), ""
         while tensor_names:
             for wrapper_prefix in WRAPPER_PREFIXES:
-                if all(name.startswith(prefix + wrapper_prefix) for name in tensor_names):
-                    prefix += wrapper_prefix
+                if all(name.startswith(common_prefix + wrapper_prefix) for name in tensor_names):
+                    common_prefix += wrapper_prefix
                     break
             else:
                 break
-        return prefix
+        return common_prefix
 
     def read_tensor(self, name: str) -> Tensor:
         return self.safetensors_reader.get_tensor(name)

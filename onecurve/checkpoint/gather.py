@@ -54,15 +54,17 @@ class PieceGatherer:
         self.outgoing_pieces: list[dict[str, Piece]] = []  # pieces sent by each rank, by tensor name
         for stored_pieces in stored_pieces_by_rank:
             sent_pieces = {
-                name: piece
-                for name, piece in stored_pieces.items()
-                if piece.length and (name, piece.start) not in assigned_starts
+                parameter: piece
+                for parameter, piece in stored_pieces.items()
+                if piece.length and (parameter, piece.start) not in assigned_starts
             }
-            assigned_starts |= {(name, piece.start) for name, piece in sent_pieces.items()}
+            assigned_starts |= {(parameter, piece.start) for parameter, piece in sent_pieces.items()}
             self.outgoing_pieces.append(sent_pieces)
-        for name, shape in self.shapes.items():
-            sent_lengths = [pieces[name].length for pieces in self.outgoing_pieces if name in pieces]
-            assert sum(sent_lengths) == torch.Size(shape).numel(), name
+        for parameter, parameter_shape in self.shapes.items():
+            sent_lengths = [
+                pieces[parameter].length for pieces in self.outgoing_pieces if parameter in pieces
+            ]
+            assert sum(sent_lengths) == torch.Size(parameter_shape).numel(), parameter
         self.pauses_disabled = threading.Event()  # set while training waits for the checkpoint
 
     def local_specs(self, specs: Specs) -> Specs:
@@ -73,9 +75,9 @@ class PieceGatherer:
         if self.rank == MAIN_RANK:
             return specs
         piece_specs: Specs = {}
-        for name, piece in self._pieces_of_rank(specs, self.rank):
-            dtype, _ = specs[name]
-            piece_specs[name] = dtype, (piece.length,)
+        for tensor_name, piece in self._pieces_of_rank(specs, self.rank):
+            dtype, _ = specs[tensor_name]
+            piece_specs[tensor_name] = dtype, (piece.length,)
         return piece_specs
 
     def local_views(self, snapshot: Snapshot) -> dict[str, Tensor]:
@@ -101,8 +103,8 @@ class PieceGatherer:
             # Tell the main process that this rank has copied its pieces into its snapshots
             self._transfer(dist.send, torch.zeros(1), MAIN_RANK)
         for snapshot in snapshots.values():
-            for name in snapshot.specs:
-                for sent_message in _split_into_messages(snapshot.views[name]):
+            for tensor_name in snapshot.specs:
+                for sent_message in _split_into_messages(snapshot.views[tensor_name]):
                     self._transfer(dist.send, sent_message, MAIN_RANK)
 
     def _receive_pieces(self, snapshots: dict[str, Snapshot]) -> None:
@@ -116,9 +118,9 @@ class PieceGatherer:
                 if received_message is None:
                     del message_iterators[rank]
                     continue
-                began_s = time.perf_counter()
+                transfer_began_s = time.perf_counter()
                 self._transfer(dist.recv, received_message, rank)
-                self.pause(time.perf_counter() - began_s)
+                self.pause(time.perf_counter() - transfer_began_s)
 
     def pause(self, busy_s: float) -> None:
         """Sleep until busy_s is only the fraction MAX_BUSY_FRACTION of the elapsed time.
@@ -135,29 +137,29 @@ class PieceGatherer:
 
     def _piece_views(self, snapshot: Snapshot, rank: int) -> Iterator[tuple[str, Tensor]]:
         """Yield the names and flat views of a rank's pieces in the main process's snapshot."""
-        for name, piece in self._pieces_of_rank(snapshot.specs, rank):
-            yield name, snapshot.views[name].view(-1)[piece.start : piece.start + piece.length]
+        for tensor_name, piece in self._pieces_of_rank(snapshot.specs, rank):
+            yield tensor_name, snapshot.views[tensor_name].view(-1)[piece.start : piece.start + piece.length]
 
     def _pieces_of_rank(self, specs: Specs, rank: int) -> Iterator[tuple[str, Piece]]:
         """Yield the name of each tensor in the file and the piece that the rank provides."""
-        for name, (_, shape) in specs.items():
+        for tensor_name, (_, tensor_shape) in specs.items():
             # Split `<parameter>/<state>`
-            parameter = name if name in self.shapes else parameter_of(name)
-            if self.shapes.get(parameter) == shape:
+            parameter = tensor_name if tensor_name in self.shapes else parameter_of(tensor_name)
+            if self.shapes.get(parameter) == tensor_shape:
                 piece = self.outgoing_pieces[rank].get(parameter)
             elif rank == MAIN_RANK:
-                piece = Piece(start=0, length=torch.Size(shape).numel())
+                piece = Piece(start=0, length=torch.Size(tensor_shape).numel())
             else:
                 piece = None
             if piece is not None:  # the rank provides a piece of this tensor
-                yield name, piece
+                yield tensor_name, piece
 
-    def _transfer(self, send_or_receive: Callable[..., Any], message: Tensor, other_rank: int) -> None:
-        began_s = time.monotonic()
+    def _transfer(self, send_or_receive: Callable[..., Any], message_tensor: Tensor, other_rank: int) -> None:
+        transfer_began_s = time.monotonic()
         try:
-            send_or_receive(message, other_rank, group=self.gloo_group)
+            send_or_receive(message_tensor, other_rank, group=self.gloo_group)
         except RuntimeError as error:  # gloo's message contains only source locations and addresses
-            silent_s = time.monotonic() - began_s
+            silent_s = time.monotonic() - transfer_began_s
             has_timed_out = "imed out" in str(error)  # "Timed out" or "timed out"
             if has_timed_out:
                 raise GatherError(f"rank {other_rank} did not answer for {silent_s:.0f} s") from error

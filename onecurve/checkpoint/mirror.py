@@ -109,10 +109,10 @@ class Mirror:
         self._upload_run_files(*LOG_GLOBS, TELEMETRY_GLOB)
         self.store.write("result.json", json.dumps(result, indent=2).encode())
 
-    def _upload_run_files(self, *globs: str) -> None:
-        for glob in globs:
-            for file in files_inside(self.folder, glob):
-                self.store.upload(file, file.name)
+    def _upload_run_files(self, *file_globs: str) -> None:
+        for file_glob in file_globs:
+            for run_file in files_inside(self.folder, file_glob):
+                self.store.upload(run_file, run_file.name)
 
     def _upload_checkpoints(self) -> None:
         lower_priority()
@@ -122,11 +122,11 @@ class Mirror:
                 assert self.queued_upload
                 upload = self.current_upload = self.queued_upload
                 self.queued_upload = None
-            has_failed = False
+            upload_has_failed = False
             try:
                 self._upload_logs_and_checkpoints(upload.step, upload.best_step)
             except Exception as error:  # catch all errors, because the end of the run waits for this thread
-                has_failed = True
+                upload_has_failed = True
                 log.warning(
                     f"warning: the checkpoint of step {upload.step:,} could not be uploaded"
                     f" to {self.store.url} ({error}). The checkpoint is safe on the local disk."
@@ -134,7 +134,7 @@ class Mirror:
                     " To retry the upload after the run, start the same command again."
                 )
             with self.upload_condition:
-                self.last_upload_failed, self.current_upload = has_failed, None
+                self.last_upload_failed, self.current_upload = upload_has_failed, None
                 self.upload_condition.notify_all()
 
     def _upload_logs_and_checkpoints(self, step: int, best_step: int | None) -> None:
@@ -159,14 +159,14 @@ class Mirror:
         """Upload a checkpoint. Uploading the manifest last commits the checkpoint."""
         local_folder = self.folder / "checkpoints" / step_name(step)
         remote_folder = f"checkpoints/{step_name(step)}"
-        for path in files_inside(local_folder, "*"):  # all files
-            if path.name != MANIFEST_FILE:
+        for checkpoint_file in files_inside(local_folder, "*"):  # all files
+            if checkpoint_file.name != MANIFEST_FILE:
                 self._require_ownership()
-                self.store.upload(path, f"{remote_folder}/{path.name}")
+                self.store.upload(checkpoint_file, f"{remote_folder}/{checkpoint_file.name}")
         manifest_key = f"{remote_folder}/{MANIFEST_FILE}"
         manifest_bytes = (local_folder / MANIFEST_FILE).read_bytes()
-        is_new = self.store.create(manifest_key, manifest_bytes)
-        if not is_new and self.store.read(manifest_key, JSON_LIMIT_BYTES) != manifest_bytes:
+        is_new_manifest = self.store.create(manifest_key, manifest_bytes)
+        if not is_new_manifest and self.store.read(manifest_key, JSON_LIMIT_BYTES) != manifest_bytes:
             raise StoreError(f"another run has written a checkpoint of step {step:,} to {self.store.url}")
 
     def _delete_old_checkpoints(self, kept_steps: set[int]) -> None:
@@ -177,13 +177,13 @@ class Mirror:
         newest_kept_step = max(kept_steps)
         step_by_key = {key: _step_in_key(key) for key in self.store.list(CHECKPOINT_KEY_PREFIX)}
         expired_keys = [
-            key
-            for key, step in step_by_key.items()
+            object_key
+            for object_key, step in step_by_key.items()
             if step is not None and step < newest_kept_step and step not in kept_steps
         ]
-        manifests_first = sorted(expired_keys, key=lambda key: not key.endswith(MANIFEST_FILE))
+        keys_to_delete = sorted(expired_keys, key=lambda object_key: not object_key.endswith(MANIFEST_FILE))
         self._require_ownership()
-        self.store.delete(manifests_first)
+        self.store.delete(keys_to_delete)
 
     def _require_ownership(self) -> None:
         if error_message := self.takeover_error():
@@ -222,9 +222,9 @@ def fetch_newest(
         if manifest_keys and takeover_error and not takeover_error():
             store.delete(manifest_keys)
 
-    newest_first = sorted((step for step in committed_steps(store) if step > newer_than), reverse=True)
+    candidate_steps = sorted((step for step in committed_steps(store) if step > newer_than), reverse=True)
     damaged_manifest_keys: list[str] = []
-    for step in newest_first:
+    for step in candidate_steps:
         try:
             fetch_checkpoint(store, step, parent_folder, heartbeat)
             delete_manifests(damaged_manifest_keys)
@@ -237,8 +237,8 @@ def fetch_newest(
                 f"the checkpoint of step {step:,} can't be downloaded"
                 f" from {store.url} to {parent_folder}: {error.strerror}"
             ) from None
-    if newest_first and newer_than < 0:
-        raise ValueError(f"none of the {len(newest_first)} checkpoints in {store.url} passes verification")
+    if candidate_steps and newer_than < 0:
+        raise ValueError(f"none of the {len(candidate_steps)} checkpoints in {store.url} passes verification")
     delete_manifests(damaged_manifest_keys)
     return None
 
@@ -250,25 +250,25 @@ def fetch_checkpoint(store: ObjectStore, step: int, parent_folder: Path, heartbe
         DamagedCheckpoint, WrongSize: If the checkpoint fails verification.
         OSError: If the checkpoint can't be written to disk.
     """
-    remote_folder, folder = f"checkpoints/{step_name(step)}", parent_folder / step_name(step)
+    remote_folder, local_folder = f"checkpoints/{step_name(step)}", parent_folder / step_name(step)
     manifest_bytes, manifest = read_manifest(store, step)
-    temporary_folder = parent_folder / f".{folder.name}.part"
+    temporary_folder = parent_folder / f".{local_folder.name}.part"
     discard(temporary_folder)
     temporary_folder.mkdir(parents=True)
     try:
-        size_mib = sum(file_entry["size"] for file_entry in manifest["files"].values()) / 2**20
-        log.info(f"downloading the checkpoint of step {step:,} ({size_mib:,.1f} MiB) from {store.url}")
+        download_mib = sum(file_entry["size"] for file_entry in manifest["files"].values()) / 2**20
+        log.info(f"downloading the checkpoint of step {step:,} ({download_mib:,.1f} MiB) from {store.url}")
         for file_name, file_entry in manifest["files"].items():
-            key, file = f"{remote_folder}/{file_name}", temporary_folder / file_name
-            store.download(key, file, file_entry["size"], heartbeat)
-            if sha256_of(file, heartbeat) != file_entry["sha256"]:
-                raise DamagedCheckpoint(f"{store.url}/{key} does not match the SHA-256 in the manifest")
-            sync(file)
+            file_key, local_file = f"{remote_folder}/{file_name}", temporary_folder / file_name
+            store.download(file_key, local_file, file_entry["size"], heartbeat)
+            if sha256_of(local_file, heartbeat) != file_entry["sha256"]:
+                raise DamagedCheckpoint(f"{store.url}/{file_key} does not match the SHA-256 in the manifest")
+            sync(local_file)
         (temporary_folder / MANIFEST_FILE).write_bytes(manifest_bytes)
         sync(temporary_folder / MANIFEST_FILE)
         sync(temporary_folder)
-        discard(folder)
-        temporary_folder.rename(folder)
+        discard(local_folder)
+        temporary_folder.rename(local_folder)
         sync(parent_folder)
     finally:
         shutil.rmtree(temporary_folder, ignore_errors=True)
@@ -293,27 +293,27 @@ def download_logs(store: ObjectStore, folder: Path) -> None:
     interrupted download. A local file is kept if it begins with the content of the file in the bucket.
     Otherwise, the bucket's file replaces it.
     """
-    keys = ["recipe.json", "starts.jsonl", "metrics.jsonl", "confusion.json"]
-    keys += [key for key in store.list("telemetry-") if fnmatch(key, TELEMETRY_GLOB) and "/" not in key]
-    for key in keys:
-        local_file = folder / key
-        remote_content = store.read(key, LOG_LIMIT_BYTES)
+    log_keys = ["recipe.json", "starts.jsonl", "metrics.jsonl", "confusion.json"]
+    log_keys += [key for key in store.list("telemetry-") if fnmatch(key, TELEMETRY_GLOB) and "/" not in key]
+    for log_key in log_keys:
+        local_file = folder / log_key
+        remote_content = store.read(log_key, LOG_LIMIT_BYTES)
         if not remote_content:
             continue
-        is_up_to_date = local_file.exists() and read_regular(local_file).startswith(remote_content)
-        if not is_up_to_date:
+        is_local_file_current = local_file.exists() and read_regular(local_file).startswith(remote_content)
+        if not is_local_file_current:
             write_bytes(local_file, remote_content)
 
 
 def committed_steps(store: ObjectStore) -> set[int]:
     """Return the steps of all committed checkpoints in the store. A committed checkpoint has a manifest."""
-    keys = store.list(CHECKPOINT_KEY_PREFIX)
-    steps_or_none = {_step_in_key(key) for key in keys if key.endswith(f"/{MANIFEST_FILE}")}
+    checkpoint_keys = store.list(CHECKPOINT_KEY_PREFIX)
+    steps_or_none = {_step_in_key(key) for key in checkpoint_keys if key.endswith(f"/{MANIFEST_FILE}")}
     return {step for step in steps_or_none if step is not None}
 
 
-def _step_in_key(key: str) -> int | None:
-    key_parts = key.split("/")
+def _step_in_key(object_key: str) -> int | None:
+    key_parts = object_key.split("/")
     if len(key_parts) != 3:  # the key does not have the form checkpoints/<name>/<file>
         return None
     _, checkpoint_name, _ = key_parts

@@ -51,11 +51,11 @@ class OptimizerState:
 
         State tensors shaped like their parameter are known before the optimizer's first step.
         """
-        shapes = self.layout.shapes()
+        parameter_shapes = self.layout.shapes()
         return {
-            f"{parameter}/{state_name}": (dtype, shapes[parameter])
+            f"{parameter}/{state_name}": (state_dtype, parameter_shapes[parameter])
             for parameter, dtype_by_state_name in self.trial.shaped_dtypes.items()
-            for state_name, dtype in dtype_by_state_name.items()
+            for state_name, state_dtype in dtype_by_state_name.items()
         }
 
     def specs_and_pieces(self) -> tuple[Specs, Iterator[tuple[str, Tensor]]]:
@@ -63,12 +63,12 @@ class OptimizerState:
 
         This method is collective only if a DTensor's shape differs from its parameter's shape.
         """
-        shapes, shaped_state = self.layout.shapes(), self.layout.shaped_state()
+        parameter_shapes, shaped_state = self.layout.shapes(), self.layout.shaped_state()
         unshaped_tensors = {
-            f"{parameter}/{state_name}": value
-            for parameter, state in self.layout.other_state().items()
-            for state_name, value in state.items()
-            if _is_array(value)
+            f"{parameter}/{state_name}": state_value
+            for parameter, parameter_state in self.layout.other_state().items()
+            for state_name, state_value in parameter_state.items()
+            if _is_array(state_value)
         }
         specs: Specs = {}
         names_by_tensor = self.layout.parameter_names_by_tensor()
@@ -76,13 +76,13 @@ class OptimizerState:
             for local_tensor, parameter_names in zip(local_tensors, names_by_tensor, strict=True):
                 if local_tensor is not None:
                     for parameter in parameter_names:
-                        specs[f"{parameter}/{state_name}"] = local_tensor.dtype, shapes[parameter]
-        for full_name, tensor in unshaped_tensors.items():
-            specs[full_name] = tensor.dtype, tuple(tensor.shape)
+                        specs[f"{parameter}/{state_name}"] = local_tensor.dtype, parameter_shapes[parameter]
+        for full_name, unshaped_tensor in unshaped_tensors.items():
+            specs[full_name] = unshaped_tensor.dtype, tuple(unshaped_tensor.shape)
         shaped_pieces = (
-            (f"{parameter}/{state_name}", piece)
+            (f"{parameter}/{state_name}", local_piece)
             for state_name, local_tensors in shaped_state.items()
-            for parameter, piece in self.layout.named_pieces(local_tensors)
+            for parameter, local_piece in self.layout.named_pieces(local_tensors)
         )
         return specs, chain(shaped_pieces, unshaped_tensors.items())
 
@@ -93,9 +93,9 @@ class OptimizerState:
         """
         scalars_by_parameter: dict[str, dict[str, Any]] = {}
         for parameter, state in self.layout.other_state().items():
-            scalars = {name: value for name, value in state.items() if not _is_array(value)}
+            scalars = {state_name: value for state_name, value in state.items() if not _is_array(value)}
             scalars_by_parameter[parameter] = _all_to_json(scalars)
-        changed_groups = [_all_to_json(settings) for settings in self.layout.changed_groups()]
+        changed_groups = [_all_to_json(changed_settings) for changed_settings in self.layout.changed_groups()]
         return {"scalars": scalars_by_parameter, "groups": changed_groups}
 
     # --- Restore
@@ -110,52 +110,52 @@ class OptimizerState:
             state: Scalars from the checkpoint's state.json, as returned by TrainingState.scalars().
             reordered: Names of the parameters whose rows have a different order in this run.
         """
-        folder, shapes = checkpoint.folder, self.layout.shapes()
-        stored_specs = TensorFile(folder / checkpoints.OPTIMIZER_FILE).specs()
+        saved_folder, parameter_shapes = checkpoint.folder, self.layout.shapes()
+        stored_specs = TensorFile(saved_folder / checkpoints.OPTIMIZER_FILE).specs()
         saved_optimizer, current_optimizer = checkpoint.manifest.get("optimizer"), self.manifest_entry()
         if not isinstance(saved_optimizer, dict):
             raise ValueError(
-                f"{folder / checkpoints.MANIFEST_FILE} does not describe the checkpoint's optimizer"
+                f"{saved_folder / checkpoints.MANIFEST_FILE} does not describe the checkpoint's optimizer"
             )
-        for key, current_value in current_optimizer.items():
-            saved_value = saved_optimizer.get(key)
-            if None not in (saved_value, current_value) and saved_value != current_value:
+        for entry_name, current_entry in current_optimizer.items():
+            saved_entry = saved_optimizer.get(entry_name)
+            if None not in (saved_entry, current_entry) and saved_entry != current_entry:
                 raise ValueError(
-                    f"{folder} contains the state of {_describe_optimizer(saved_optimizer)},"
+                    f"{saved_folder} contains the state of {_describe_optimizer(saved_optimizer)},"
                     f" but this run's optimizer is {_describe_optimizer(current_optimizer)}"
                 )
         saved_scalars, saved_groups = state["optimizer"]["scalars"], state["optimizer"]["groups"]
         saved_parameters = saved_scalars.keys() | {parameter_of(full_name) for full_name in stored_specs}
-        if unknown_parameters := saved_parameters - shapes.keys():
+        if unknown_parameters := saved_parameters - parameter_shapes.keys():
             raise ValueError(
-                f"{folder} contains optimizer state for the parameter {min(unknown_parameters)!r},"
+                f"{saved_folder} contains optimizer state for the parameter {min(unknown_parameters)!r},"
                 " which this model does not train"
             )
         for full_name, dtype_and_shape in self.expected_specs().items():
             if full_name in stored_specs and stored_specs[full_name] != dtype_and_shape:
                 raise ValueError(
-                    f"the optimizer state {full_name} in {folder}"
+                    f"the optimizer state {full_name} in {saved_folder}"
                     " has a different shape or dtype than in this run"
                 )
         for full_name, (_, stored_shape) in stored_specs.items():
             parameter = parameter_of(full_name)
-            is_reorderable = stored_shape == shapes[parameter] or math.prod(stored_shape) <= 1
+            is_reorderable = stored_shape == parameter_shapes[parameter] or math.prod(stored_shape) <= 1
             if parameter in reordered and not is_reorderable:
                 raise ValueError(
-                    f"the optimizer state {full_name} in {folder}"
+                    f"the optimizer state {full_name} in {saved_folder}"
                     " can't be reordered to match the data's class order"
                 )
         group_count = len(self.layout.initial_settings)
         if any(saved_groups) and len(saved_groups) != group_count:
             raise ValueError(
-                f"{folder} contains the state of {len(saved_groups)} parameter groups,"
+                f"{saved_folder} contains the state of {len(saved_groups)} parameter groups,"
                 f" but this run's optimizer has {group_count} parameter groups"
             )
         for parameter_names in self.layout.parameter_names_by_tensor():
             scalars_in_tensor = [saved_scalars[name] for name in parameter_names if saved_scalars.get(name)]
-            if any(scalars != scalars_in_tensor[0] for scalars in scalars_in_tensor):
+            if any(parameter_scalars != scalars_in_tensor[0] for parameter_scalars in scalars_in_tensor):
                 raise ValueError(
-                    f"the optimizer state in {folder} contains different scalars, such as step counts,"
+                    f"the optimizer state in {saved_folder} contains different scalars, such as step counts,"
                     " for parameters in the same group. ZeRO stores each scalar only once per group"
                 )
 
@@ -167,11 +167,11 @@ class OptimizerState:
             state: Scalars from the checkpoint's state.json, as returned by TrainingState.scalars().
             broadcast_from_main: Function that broadcasts a tensor from the main process.
         """
-        layout, shapes = self.layout, self.layout.shapes()
+        layout, parameter_shapes = self.layout, self.layout.shapes()
         shaped_dtypes: dict[str, dict[str, torch.dtype]] = {}  # state name -> parameter name -> dtype
         for full_name, (dtype, shape) in sorted(specs.items()):
             parameter, _, state_name = full_name.rpartition("/")
-            if shape == shapes[parameter]:
+            if shape == parameter_shapes[parameter]:
                 shaped_dtypes.setdefault(state_name, {})[parameter] = dtype
             else:
                 self._put_state(parameter, state_name, broadcast_from_main(full_name, shape, dtype))
@@ -183,8 +183,8 @@ class OptimizerState:
                 return broadcast_from_main(f"{parameter}/{state_name}", shape, dtype)
 
             local_pieces = (
-                (parameter, piece)
-                for parameter, piece in layout.named_pieces(local_tensors)
+                (parameter, local_piece)
+                for parameter, local_piece in layout.named_pieces(local_tensors)
                 if parameter in dtype_by_parameter
             )
             layout.fill_pieces(local_pieces, receive)
@@ -196,12 +196,12 @@ class OptimizerState:
             param_groups, saved_groups, self.trial.changed_groups, strict=False
         ):
             for setting_name, json_value in group_settings(saved_settings).items():
-                setting = checkpoints.scalar_from_json(json_value)
-                param_group[setting_name] = _place_like(setting, trial_settings.get(setting_name))
+                setting_value = checkpoints.scalar_from_json(json_value)
+                param_group[setting_name] = _place_like(setting_value, trial_settings.get(setting_name))
 
-    def _put_state(self, parameter: str, state_name: str, value: Any) -> None:
+    def _put_state(self, parameter: str, state_name: str, state_value: Any) -> None:
         trial_value = self.trial.state_by_parameter.get(parameter, {}).get(state_name)
-        self.layout.put_state(parameter, state_name, _place_like(value, trial_value))
+        self.layout.put_state(parameter, state_name, _place_like(state_value, trial_value))
 
 
 def _place_like(value: Any, trial_value: Any) -> Any:
@@ -219,15 +219,15 @@ def _place_like(value: Any, trial_value: Any) -> Any:
     return value.to(trial_value.device)
 
 
-def _all_to_json(scalars: dict[str, Any]) -> dict[str, Any]:
-    return {name: checkpoints.scalar_to_json(scalar) for name, scalar in scalars.items()}
+def _all_to_json(scalar_by_name: dict[str, Any]) -> dict[str, Any]:
+    return {scalar_name: checkpoints.scalar_to_json(scalar) for scalar_name, scalar in scalar_by_name.items()}
 
 
-def _is_array(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0
+def _is_array(state_value: Any) -> bool:
+    return isinstance(state_value, Tensor) and state_value.ndim > 0
 
 
-def _describe_optimizer(manifest_entry: dict[str, Any]) -> str:
-    class_name = manifest_entry.get("class") or "an optimizer"
-    state_names = ", ".join(map(str, manifest_entry.get("state") or ["none"]))
+def _describe_optimizer(optimizer_entry: dict[str, Any]) -> str:
+    class_name = optimizer_entry.get("class") or "an optimizer"
+    state_names = ", ".join(map(str, optimizer_entry.get("state") or ["none"]))
     return f"{class_name} ({state_names})"

@@ -78,15 +78,15 @@ def run_optimizer_trial(layout: ParameterLayout, needs_bitwise: bool = False) ->
     try:
         return _run_trial(layout, needs_bitwise)
     except ValueError as error:
-        problem = str(error)
+        trial_problem = str(error)
     except Exception as error:  # optimizers raise many exception types for unsupported tensors
         first_line, _, _ = str(error).strip().partition("\n")
-        problem = f"a trial step raised {type(error).__name__}: {first_line}"
-    refusal = f"the optimizer {optimizer_class_name(layout.script_optimizer)} can't be used"
+        trial_problem = f"a trial step raised {type(error).__name__}: {first_line}"
+    refusal_text = f"the optimizer {optimizer_class_name(layout.script_optimizer)} can't be used"
     if layout.partition_name:
-        advice = "Train with DDP, or choose an optimizer such as AdamW, SGD or Lion"
-        raise ValueError(f"{refusal} on {layout.partition_name}: {problem}. {advice}")
-    raise ValueError(f"{refusal}: {problem}. Choose a different optimizer")
+        optimizer_advice = "Train with DDP, or choose an optimizer such as AdamW, SGD or Lion"
+        raise ValueError(f"{refusal_text} on {layout.partition_name}: {trial_problem}. {optimizer_advice}")
+    raise ValueError(f"{refusal_text}: {trial_problem}. Choose a different optimizer")
 
 
 def optimizer_class_name(optimizer: Optimizer) -> str:
@@ -99,7 +99,7 @@ def optimizer_class_name(optimizer: Optimizer) -> str:
 
 
 def _run_trial(layout: ParameterLayout, needs_bitwise: bool) -> OptimizerTrial:
-    names_by_group, shapes = layout.parameter_names_by_group(), layout.shapes()
+    names_by_group, whole_shapes = layout.parameter_names_by_group(), layout.shapes()
     if len(names_by_group) != len(layout.script_optimizer.param_groups):
         raise ValueError("DeepSpeed rebuilds this optimizer without its parameter groups")
     state_optimizer = innermost_optimizer(layout.script_optimizer)
@@ -109,7 +109,7 @@ def _run_trial(layout: ParameterLayout, needs_bitwise: bool) -> OptimizerTrial:
         )
     if layout.arrangements() and state_optimizer.state:
         raise ValueError("the optimizer creates state for whole parameters before its first step")
-    small_shapes = {name: _limit_shape(shape, MAX_SMALL_DIMENSION) for name, shape in shapes.items()}
+    small_shapes = {name: _limit_shape(shape, MAX_SMALL_DIMENSION) for name, shape in whole_shapes.items()}
     # For each group, one parameter name per distinct small shape
     name_by_shape_per_group = [{small_shapes[name]: name for name in names} for names in names_by_group]
     drawn_shapes = [list(name_by_shape) for name_by_shape in name_by_shape_per_group]
@@ -119,9 +119,11 @@ def _run_trial(layout: ParameterLayout, needs_bitwise: bool) -> OptimizerTrial:
     if state_optimizer.state:
         initial_states = dict(zip(layout.parameters, layout.local_states(), strict=False))
     whole_copy = _OptimizerCopy(layout, initial_values, arrange=list)
-    for name_by_shape, parameters in zip(name_by_shape_per_group, whole_copy.parameters, strict=True):
-        for name, parameter in zip(name_by_shape.values(), parameters, strict=True):
-            whole_copy.set_initial_state(parameter, initial_states.get(name, {}), shapes[name])
+    for name_by_shape, small_parameters in zip(name_by_shape_per_group, whole_copy.parameters, strict=True):
+        for parameter_name, small_parameter in zip(name_by_shape.values(), small_parameters, strict=True):
+            whole_copy.set_initial_state(
+                small_parameter, initial_states.get(parameter_name, {}), whole_shapes[parameter_name]
+            )
     whole_copy.run_steps(gradient_sets)
     sharded_copies = [_OptimizerCopy(layout, initial_values, arrange) for arrange in layout.arrangements()]
     for sharded_copy in sharded_copies:
@@ -129,24 +131,26 @@ def _run_trial(layout: ParameterLayout, needs_bitwise: bool) -> OptimizerTrial:
     if sharded_copies:
         _check_updates(layout, initial_values, whole_copy, sharded_copies)
     if sharded_copies and needs_bitwise:
-        _check_bitwise(layout, [[shapes[name] for name in names] for names in names_by_group])
+        _check_bitwise(layout, [[whole_shapes[name] for name in names] for names in names_by_group])
     reference_copy = sharded_copies[0] if sharded_copies else whole_copy  # sharded as in training
     class_name = optimizer_class_name(layout.script_optimizer)
     trial = OptimizerTrial(class_name, changed_groups=whole_copy.changed_groups())
-    for group_index, names in enumerate(names_by_group):
-        for name in names:
-            shape_index = drawn_shapes[group_index].index(small_shapes[name])
+    for group_index, parameter_names in enumerate(names_by_group):
+        for parameter_name in parameter_names:
+            shape_index = drawn_shapes[group_index].index(small_shapes[parameter_name])
             # ZeRO joins a group's parameters
-            reference_index = 0 if layout.has_flat_partitions else shape_index
-            trial.state_by_parameter[name] = reference_copy.group_states(group_index)[reference_index]
+            state_index = 0 if layout.has_flat_partitions else shape_index
+            trial.state_by_parameter[parameter_name] = reference_copy.group_states(group_index)[state_index]
             whole_state = whole_copy.group_states(group_index)[shape_index]
             shaped_state = shaped_entries(whole_state, whole_copy.parameters[group_index][shape_index])
-            trial.shaped_dtypes[name] = {key: tensor.dtype for key, tensor in shaped_state.items()}
+            trial.shaped_dtypes[parameter_name] = {
+                state_name: state_tensor.dtype for state_name, state_tensor in shaped_state.items()
+            }
     return trial
 
 
 def _limit_shape(shape: Shape, max_dimension: int) -> Shape:
-    return tuple(min(size, max_dimension) for size in shape)
+    return tuple(min(dimension_size, max_dimension) for dimension_size in shape)
 
 
 class _OptimizerCopy:
@@ -161,23 +165,23 @@ class _OptimizerCopy:
     def __init__(self, layout: ParameterLayout, initial_values: TensorsByGroup, arrange: Arrangement):
         self.layout, self.arrange = layout, arrange
         self.parameters = [
-            [nn.Parameter(value.clone()) for value in arrange(group_values)]
+            [nn.Parameter(initial_value.clone()) for initial_value in arrange(group_values)]
             for group_values in initial_values
         ]
         self.optimizer = _copy_optimizer(layout.script_optimizer, {})
-        for param_group, parameters in zip(self.optimizer.param_groups, self.parameters, strict=True):
-            param_group |= {"params": parameters, "lr": TRIAL_LEARNING_RATE}
+        for param_group, group_parameters in zip(self.optimizer.param_groups, self.parameters, strict=True):
+            param_group |= {"params": group_parameters, "lr": TRIAL_LEARNING_RATE}
 
     def set_initial_state(
         self, small_parameter: nn.Parameter, whole_state: dict[str, Any], whole_shape: Shape
     ) -> None:
         """Set a small parameter's state to a slice of the original parameter's initial state."""
         if whole_state:
-            corner_slices = tuple(slice(size) for size in small_parameter.shape)
+            corner_slices = tuple(slice(dimension_size) for dimension_size in small_parameter.shape)
             small_state = dict(whole_state)
-            for state_name, value in whole_state.items():
-                if isinstance(value, Tensor) and value.shape == whole_shape:
-                    small_state[state_name] = value[corner_slices]
+            for state_name, state_value in whole_state.items():
+                if isinstance(state_value, Tensor) and state_value.shape == whole_shape:
+                    small_state[state_name] = state_value[corner_slices]
             innermost_optimizer(self.optimizer).state[small_parameter] = copy.deepcopy(small_state)
 
     def run_steps(self, gradient_sets: list[TensorsByGroup]) -> None:
@@ -188,8 +192,8 @@ class _OptimizerCopy:
         """
         attributes_before = self._numeric_attributes()
         for gradients_by_group in gradient_sets:
-            for parameters, whole_gradients in zip(self.parameters, gradients_by_group, strict=True):
-                for parameter, gradient in zip(parameters, self.arrange(whole_gradients), strict=True):
+            for group_parameters, group_gradients in zip(self.parameters, gradients_by_group, strict=True):
+                for parameter, gradient in zip(group_parameters, self.arrange(group_gradients), strict=True):
                     parameter.grad = gradient.clone()
             self.optimizer.step()
         self._check_state(attributes_before)
@@ -209,30 +213,30 @@ class _OptimizerCopy:
         return torch.cat([parameter.detach().flatten() for parameter in whole_parameters])
 
     def _check_state(self, attributes_before: dict[str, float]) -> None:
-        states: list[dict[str, Any]] = []
+        parameter_states: list[dict[str, Any]] = []
         for group_index in range(len(self.parameters)):
-            states += self.group_states(group_index)
-        for state in (*states, *self.changed_groups()):
-            for state_name, value in state.items():
-                if not can_store(value):
+            parameter_states += self.group_states(group_index)
+        for checked_state in (*parameter_states, *self.changed_groups()):
+            for state_name, state_value in checked_state.items():
+                if not can_store(state_value):
                     raise ValueError(
-                        f"the optimizer state {state_name} is a {type(value).__name__},"
+                        f"the optimizer state {state_name} is a {type(state_value).__name__},"
                         " which a checkpoint can't store"
                     )
-        for attribute_name, value in self._numeric_attributes().items():
-            if attributes_before.get(attribute_name) != value:
+        for attribute_name, attribute_value in self._numeric_attributes().items():
+            if attributes_before.get(attribute_name) != attribute_value:
                 raise ValueError(f"the optimizer stores {attribute_name} outside its state_dict()")
-        attributes = vars(innermost_optimizer(self.optimizer)).values()
-        extra_keys = self.optimizer.state_dict().keys() - {"state", "param_groups"}
-        if extra_keys or any(isinstance(attribute, Optimizer) for attribute in attributes):
+        optimizer_attributes = vars(innermost_optimizer(self.optimizer)).values()
+        extra_state_keys = self.optimizer.state_dict().keys() - {"state", "param_groups"}
+        if extra_state_keys or any(isinstance(attribute, Optimizer) for attribute in optimizer_attributes):
             raise ValueError(
                 "the optimizer wraps several optimizers,"
                 " or its state_dict() contains keys other than state and param_groups"
             )
 
     def _numeric_attributes(self) -> dict[str, float]:
-        named_values = vars(self.optimizer).items()
-        return {name: value for name, value in named_values if type(value) in (int, float)}
+        attribute_items = vars(self.optimizer).items()
+        return {attribute: number for attribute, number in attribute_items if type(number) in (int, float)}
 
 
 def _check_updates(
@@ -245,9 +249,9 @@ def _check_updates(
     for group_index, group_values in enumerate(initial_values):
         if not group_values:
             continue
-        flat_initial_values = torch.cat([value.flatten() for value in group_values])
+        flat_initial_values = torch.cat([initial_value.flatten() for initial_value in group_values])
         expected_values = whole_copy.flat_parameters(group_index)
-        padded_values = torch.cat([sharded.flat_parameters(group_index) for sharded in sharded_copies])
+        padded_values = torch.cat([shard_copy.flat_parameters(group_index) for shard_copy in sharded_copies])
         sharded_values = padded_values[: len(expected_values)]
         max_difference = (expected_values - sharded_values).abs().max()
         max_update = (expected_values - flat_initial_values).abs().max()
@@ -255,7 +259,7 @@ def _check_updates(
         if not max_difference <= UPDATE_TOLERANCE * max_update:
             raise ValueError("the update of an element depends on the whole parameter")
     for sharded_copy in sharded_copies:
-        expected_settings = [group_settings(group) for group in whole_copy.optimizer.param_groups]
+        expected_settings = [group_settings(param_group) for param_group in whole_copy.optimizer.param_groups]
         if any(changed_settings(sharded_copy.optimizer.param_groups, expected_settings)):
             raise ValueError("the state of a parameter group depends on whole parameters")
     if any(whole_copy.changed_groups()) and not layout.is_stepped_in_one_call():
@@ -274,10 +278,10 @@ def _check_bitwise(layout: ParameterLayout, shapes_by_group: list[list[Shape]]) 
     """
     shard_arrangements = [partial(_split_into_shards, shard_count) for shard_count in SHARD_COUNTS]
     arrangements: list[Arrangement] = [list, *layout.arrangements(), *shard_arrangements]
-    for dimension in ODD_DIMENSIONS:
+    for max_dimension in ODD_DIMENSIONS:
         small_shapes = [
-            list(dict.fromkeys(_limit_shape(shape, dimension) for shape in shapes))
-            for shapes in shapes_by_group
+            list(dict.fromkeys(_limit_shape(whole_shape, max_dimension) for whole_shape in group_shapes))
+            for group_shapes in shapes_by_group
         ]
         device = layout.local_tensors[0].device  # device of this rank's parameters
         initial_values, *gradient_sets = _draw_tensors(small_shapes, 1 + TRIAL_STEP_COUNT, device)
@@ -287,8 +291,8 @@ def _check_bitwise(layout: ParameterLayout, shapes_by_group: list[list[Shape]]) 
         whole_copy, *sharded_copies = optimizer_copies
         for optimizer_copy in optimizer_copies:
             optimizer_copy.run_steps(gradient_sets)
-        nonempty_groups = [index for index, group_values in enumerate(initial_values) if group_values]
-        for group_index in nonempty_groups:
+        nonempty_group_indices = [index for index, group_values in enumerate(initial_values) if group_values]
+        for group_index in nonempty_group_indices:
             expected_values = whole_copy.flat_parameters(group_index)
             for sharded_copy in sharded_copies:
                 if not torch.equal(expected_values, sharded_copy.flat_parameters(group_index)):
@@ -298,11 +302,11 @@ def _check_bitwise(layout: ParameterLayout, shapes_by_group: list[list[Shape]]) 
                     )
 
 
-def _split_into_shards(shard_count: int, tensors: list[Tensor]) -> list[Tensor]:
+def _split_into_shards(shard_count: int, whole_tensors: list[Tensor]) -> list[Tensor]:
     """Split each tensor into shards for `shard_count` devices, and return all shards."""
     shards: list[Tensor] = []
-    for tensor in tensors:
-        shards += tensor.chunk(shard_count) if tensor.ndim else [tensor]
+    for whole_tensor in whole_tensors:
+        shards += whole_tensor.chunk(shard_count) if whole_tensor.ndim else [whole_tensor]
     return shards
 
 
@@ -313,9 +317,9 @@ def _check_flat_state(partitioned_copy: _OptimizerCopy) -> None:
     """
     for group_index, parameters in enumerate(partitioned_copy.parameters):
         for parameter, state in zip(parameters, partitioned_copy.group_states(group_index), strict=True):
-            for state_name, value in state.items():
-                is_array = isinstance(value, Tensor) and value.ndim
-                if is_array and (value.shape != parameter.shape or value.dtype != torch.float32):
+            for state_name, state_value in state.items():
+                is_array = isinstance(state_value, Tensor) and state_value.ndim
+                if is_array and (state_value.shape != parameter.shape or state_value.dtype != torch.float32):
                     raise ValueError(
                         f"the optimizer state {state_name}"
                         " does not contain one fp32 number per parameter element"
@@ -330,8 +334,8 @@ def _draw_tensors(
 
     def draw_set() -> TensorsByGroup:
         return [
-            [torch.randn(shape, generator=generator).to(device) for shape in shapes]
-            for shapes in shapes_by_group
+            [torch.randn(tensor_shape, generator=generator).to(device) for tensor_shape in group_shapes]
+            for group_shapes in shapes_by_group
         ]
 
     return [draw_set() for _ in range(set_count)]
@@ -349,8 +353,8 @@ def _copy_optimizer(optimizer: Optimizer, copied_objects: dict[int, Any]) -> Opt
     copied_objects[id(optimizer.state)] = defaultdict(dict)
     for param_group in optimizer.param_groups:
         copied_objects |= {id(parameter): torch.empty(0) for parameter in param_group["params"]}
-    for attribute in vars(optimizer).values():
-        if isinstance(attribute, Optimizer):
-            _copy_optimizer(attribute, copied_objects)
+    for attribute_value in vars(optimizer).values():
+        if isinstance(attribute_value, Optimizer):
+            _copy_optimizer(attribute_value, copied_objects)
     optimizer_copy.__dict__ = copy.deepcopy(vars(optimizer), copied_objects)
     return optimizer_copy

@@ -132,10 +132,10 @@ def published_class_names(published: PublishedModel) -> list[tuple[str, ...]] | 
         if known_descriptions.keys() >= {*label_names}:
             return _add_descriptions(label_names, known_descriptions)
         return [(label_name,) for label_name in label_names]
-    subset_name = infer_imagenet_subset({"num_classes": published.class_count})
-    if subset_name is None:
+    imagenet_subset_name = infer_imagenet_subset({"num_classes": published.class_count})
+    if imagenet_subset_name is None:
         return None
-    imagenet_info = ImageNetInfo(subset_name)
+    imagenet_info = ImageNetInfo(imagenet_subset_name)
     return _add_descriptions(imagenet_info.label_names(), _synset_descriptions(imagenet_info))
 
 
@@ -149,34 +149,34 @@ def stored_class_names(weight_file: Path) -> list[list[str]] | None:
         if published := read_published(weight_file.parent):
             return class_name_lists(published)
         label_names = read_json(weight_file.with_name(CONFIG_FILE)).get("label_names")
-        if isinstance(label_names, list) and all(isinstance(name, str) for name in label_names):
-            return [[printable(name)] for name in label_names]
+        if isinstance(label_names, list) and all(isinstance(label_name, str) for label_name in label_names):
+            return [[printable(label_name)] for label_name in label_names]
     return None
 
 
 def class_name_lists(published: PublishedModel) -> list[list[str]] | None:
     """Return published_class_names() as lists, as TrainedModel stores the names."""
     names_by_class = published_class_names(published)
-    return None if names_by_class is None else [list(names) for names in names_by_class]
+    return None if names_by_class is None else [list(class_names) for class_names in names_by_class]
 
 
 def _synset_descriptions(imagenet_info: Any) -> dict[str, str]:
     return imagenet_info.label_descriptions(as_dict=True)
 
 
-def _add_descriptions(synsets: list[str], descriptions: dict[str, str]) -> list[tuple[str, ...]]:
+def _add_descriptions(synsets: list[str], description_by_synset: dict[str, str]) -> list[tuple[str, ...]]:
     """Return each class's displayed name, synset, description, and first name in the description.
 
     If several classes share a description, their displayed names also include the synset.
     """
-    description_counts = Counter(descriptions[synset] for synset in synsets)
+    class_count_by_description = Counter(description_by_synset[synset] for synset in synsets)
     names_by_class: list[tuple[str, ...]] = []
     for synset in synsets:
-        description = descriptions[synset]
-        is_unique = description_counts[description] == 1
-        displayed_name = description if is_unique else f"{description} ({synset})"
-        first_name, _, _ = description.partition(",")
-        names_by_class.append((displayed_name, synset, description, first_name))
+        description = description_by_synset[synset]
+        is_description_unique = class_count_by_description[description] == 1
+        displayed_name = description if is_description_unique else f"{description} ({synset})"
+        first_synonym, _, _ = description.partition(",")
+        names_by_class.append((displayed_name, synset, description, first_synonym))
     return names_by_class
 
 
@@ -193,13 +193,13 @@ def download_from_hub(model_name: str) -> Path:
         raise ValueError(
             f"timm provides no weights for {model_name} on the hub. Pass the path of a weight file or folder."
         )
-    problem = check_hub_or_go_offline()
+    hub_problem = check_hub_or_go_offline()
     try:
         return Path(snapshot_download(hub_id, allow_patterns=[CONFIG_FILE, MODEL_FILE]))
     except OSError as error:
         download_command = f"hf download {hub_id} {CONFIG_FILE} {MODEL_FILE} --local-dir DIR"
         raise ValueError(
-            f"the hub can't be reached ({problem or error})."
+            f"the hub can't be reached ({hub_problem or error})."
             f" Run `{download_command}` on a machine with internet access,"
             " copy the folder DIR to this machine, and pass DIR as the model."
         ) from None

@@ -156,30 +156,32 @@ class Saver:
             for old_step in saved_steps - kept_steps - steps_to_upload:
                 _try_to_remove_checkpoint(checkpoints_folder / step_name(old_step))
         except OSError as error:
-            error_text, disk_text = error.strerror or error, describe_free_space(self.folder, error)
+            error_text, free_space_text = error.strerror or error, describe_free_space(self.folder, error)
             self._record_failure(
                 step,
-                f"written to {checkpoints_folder}: {error_text} ({disk_text})",
+                f"written to {checkpoints_folder}: {error_text} ({free_space_text})",
                 "Free some disk space, or move the run folder and set --output_dir to the new path."
                 " Then run the command again to resume training",
             )
 
-    def _record_failure(self, step: int, reason: str, advice: str) -> None:
-        """Record the first save failure. `reason` completes the sentence "The checkpoint can't be ..."."""
+    def _record_failure(self, step: int, failed_action: str, resume_advice: str) -> None:
+        """Record the first save failure. `failed_action` completes "The checkpoint can't be ..."."""
         saved_steps = steps_in(self.folder / "checkpoints") if self.folder else []
         earlier_checkpoint = "There is no earlier checkpoint"
         if saved_steps:
             earlier_checkpoint = f"The checkpoint of step {max(saved_steps):,} is intact"
-        problem = f"the checkpoint of step {step:,} can't be {reason}. {earlier_checkpoint}. {advice}"
-        self.problem = self.problem or problem
+        save_problem = (
+            f"the checkpoint of step {step:,} can't be {failed_action}. {earlier_checkpoint}. {resume_advice}"
+        )
+        self.problem = self.problem or save_problem
 
 
-def _try_to_remove_checkpoint(folder: Path) -> None:
+def _try_to_remove_checkpoint(old_checkpoint: Path) -> None:
     """Remove an old checkpoint, or print a warning if some of its files can't be removed.
 
     A later call removes the remaining files, for example files that were open over NFS.
     """
     try:
-        checkpoints.remove_checkpoint(folder)
+        checkpoints.remove_checkpoint(old_checkpoint)
     except OSError as error:
-        log.warning(f"warning: the checkpoint {folder} can't be removed: {error.strerror or error}")
+        log.warning(f"warning: the checkpoint {old_checkpoint} can't be removed: {error.strerror or error}")

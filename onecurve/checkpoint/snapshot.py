@@ -37,32 +37,32 @@ class Snapshot:
 
     def __init__(self, specs: Specs, pinned: bool, pause: Callable[[float], None] = lambda _: None):
         self.specs, self.pause = specs, pause
-        bytes_by_name: dict[str, int] = {}
-        for name, (dtype, shape) in specs.items():
-            bytes_by_name[name] = dtype.itemsize * torch.Size(shape).numel()
-        self.buffer = _allocate_pages(sum(bytes_by_name.values()))
+        bytes_by_tensor: dict[str, int] = {}
+        for tensor_name, (dtype, shape) in specs.items():
+            bytes_by_tensor[tensor_name] = dtype.itemsize * torch.Size(shape).numel()
+        self.buffer = _allocate_pages(sum(bytes_by_tensor.values()))
         if pinned and len(self.buffer):
             _lock_pages(self.buffer)
             # finalize() keeps the buffer alive until it is unpinned. At process exit, the driver unpins the
             # buffer.
             weakref.finalize(self, _unlock_pages, self.buffer).atexit = False
         self.views: dict[str, Tensor] = {}
-        header, start_byte = {}, 0
-        item_sizes = {name: dtype.itemsize for name, (dtype, _) in specs.items()}
+        file_header, tensor_start_byte = {}, 0
+        item_bytes_by_tensor = {tensor_name: dtype.itemsize for tensor_name, (dtype, _) in specs.items()}
         # Sorting by item size aligns each tensor to its item size.
-        for name in sorted(specs, key=item_sizes.__getitem__, reverse=True):
-            dtype, shape = specs[name]
-            end_byte = start_byte + bytes_by_name[name]
-            self.views[name] = self.buffer[start_byte:end_byte].view(dtype).view(shape)
-            header[name] = {
+        for tensor_name in sorted(specs, key=item_bytes_by_tensor.__getitem__, reverse=True):
+            dtype, shape = specs[tensor_name]
+            tensor_end_byte = tensor_start_byte + bytes_by_tensor[tensor_name]
+            self.views[tensor_name] = self.buffer[tensor_start_byte:tensor_end_byte].view(dtype).view(shape)
+            file_header[tensor_name] = {
                 "dtype": DTYPE_NAMES[dtype],
                 "shape": list(shape),
-                "data_offsets": [start_byte, end_byte],
+                "data_offsets": [tensor_start_byte, tensor_end_byte],
             }
-            start_byte = end_byte
-        header_json = json.dumps(header, separators=(",", ":")).encode()
-        header_json += b" " * (-len(header_json) % HEADER_ALIGNMENT_BYTES)
-        self.header_bytes = len(header_json).to_bytes(HEADER_LENGTH_BYTES, "little") + header_json
+            tensor_start_byte = tensor_end_byte
+        file_header_json = json.dumps(file_header, separators=(",", ":")).encode()
+        file_header_json += b" " * (-len(file_header_json) % HEADER_ALIGNMENT_BYTES)
+        self.header_bytes = len(file_header_json).to_bytes(HEADER_LENGTH_BYTES, "little") + file_header_json
 
     def write(self, path: Path) -> dict[str, Any]:
         """Write the safetensors file and sync it to disk. Return the file's size in bytes and its SHA-256."""
@@ -72,16 +72,16 @@ class Snapshot:
         yield self.header_bytes
         buffer_bytes = self.buffer.numpy().data
         for chunk_start in range(0, len(buffer_bytes), CHUNK_BYTES):
-            began_s = time.thread_time()
+            chunk_began_s = time.thread_time()
             yield buffer_bytes[chunk_start : chunk_start + CHUNK_BYTES]
-            self.pause(time.thread_time() - began_s)
+            self.pause(time.thread_time() - chunk_began_s)
 
 
 def _allocate_pages(byte_count: int) -> Tensor:
     """Allocate a uint8 tensor of `byte_count` bytes in memory pages that contain nothing else."""
-    pages = torch.empty(byte_count + 2 * mmap.PAGESIZE, dtype=torch.uint8)
-    first_page_start = -pages.data_ptr() % mmap.PAGESIZE
-    return pages[first_page_start : first_page_start + byte_count]
+    unaligned_buffer = torch.empty(byte_count + 2 * mmap.PAGESIZE, dtype=torch.uint8)
+    first_page_start = -unaligned_buffer.data_ptr() % mmap.PAGESIZE
+    return unaligned_buffer[first_page_start : first_page_start + byte_count]
 
 
 def _lock_pages(buffer: Tensor) -> None:
@@ -103,12 +103,12 @@ def _unlock_pages(buffer: Tensor) -> None:
 
 def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Write and sync a file. Return the file's size in bytes and its SHA-256, for the manifest."""
-    digest, written_bytes = hashlib.sha256(), 0
-    with open(path, "wb") as file:
+    file_digest, written_bytes = hashlib.sha256(), 0
+    with open(path, "wb") as output_file:
         for chunk in chunks:
-            file.write(chunk)
-            digest.update(chunk)
+            output_file.write(chunk)
+            file_digest.update(chunk)
             written_bytes += len(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"size": written_bytes, "sha256": digest.hexdigest()}
+        output_file.flush()
+        os.fsync(output_file.fileno())
+    return {"size": written_bytes, "sha256": file_digest.hexdigest()}

@@ -102,10 +102,10 @@ class TrainingState:
             averaged_pieces = layout.named_pieces(self.ema.averages)
             pieces_by_file[checkpoints.EMA_FILE] = chain(untrained_tensors, averaged_pieces)
         specs_by_file = self._specs_by_file(optimizer_specs)
-        for file_name, pieces in pieces_by_file.items():
+        for file_name, named_pieces in pieces_by_file.items():
             snapshot = self._snapshot_for(file_name, specs_by_file[file_name])
             snapshot_views = self.gatherer.local_views(snapshot)
-            for tensor_name, piece in pieces:
+            for tensor_name, piece in named_pieces:
                 if tensor_name in snapshot_views:
                     snapshot_views[tensor_name].view(piece.shape).copy_(piece, non_blocking=True)
         self.gatherer.pauses_disabled.clear()
@@ -151,10 +151,12 @@ class TrainingState:
         Args:
             optimizer_specs: Dtypes and shapes of the optimizer's tensors.
         """
-        parameter_specs = {name: (torch.float32, shape) for name, shape in self.gatherer.shapes.items()}
+        parameter_specs = {
+            parameter: (torch.float32, shape) for parameter, shape in self.gatherer.shapes.items()
+        }
         buffer_specs = {
-            name: (_dtype_in_file(buffer.dtype), tuple(buffer.shape))
-            for name, buffer in self.layout.buffers().items()
+            buffer_name: (_dtype_in_file(buffer.dtype), tuple(buffer.shape))
+            for buffer_name, buffer in self.layout.buffers().items()
         }
         model_specs = buffer_specs | parameter_specs
         specs_by_file = {checkpoints.MODEL_FILE: model_specs, checkpoints.OPTIMIZER_FILE: optimizer_specs}
@@ -179,15 +181,15 @@ class TrainingState:
     def check(self, checkpoint: Checkpoint) -> None:
         """Raise ValueError unless the checkpoint's class names, tensor names and shapes match this run's."""
         self.row_orders(checkpoint)  # raises ValueError if the class names do not match
-        folder = checkpoint.folder
+        checkpoint_folder = checkpoint.folder
         buffer_shapes = {name: tuple(buffer.shape) for name, buffer in self.layout.buffers().items()}
         model_shapes = self.gatherer.shapes | buffer_shapes
-        TensorFile(folder / checkpoints.MODEL_FILE).require_shapes(model_shapes)
-        if (folder / checkpoints.EMA_FILE).exists() != (self.ema is not None):
+        TensorFile(checkpoint_folder / checkpoints.MODEL_FILE).require_shapes(model_shapes)
+        if (checkpoint_folder / checkpoints.EMA_FILE).exists() != (self.ema is not None):
             article, verb = ("no", "uses") if self.ema else ("an", "does not use")
-            raise ValueError(f"{folder} contains {article} EMA, but this recipe {verb} an EMA")
+            raise ValueError(f"{checkpoint_folder} contains {article} EMA, but this recipe {verb} an EMA")
         if self.ema:
-            TensorFile(folder / checkpoints.EMA_FILE).require_shapes(model_shapes)
+            TensorFile(checkpoint_folder / checkpoints.EMA_FILE).require_shapes(model_shapes)
 
     def match(self, checkpoint: Checkpoint) -> ClassMatch:
         """Match this run's classes to the checkpoint's.
@@ -199,13 +201,13 @@ class TrainingState:
         class_match = match_classes(saved_classes or self.classes, self.classes)
         if not class_match.is_permutation:
             differing_classes = {"new": class_match.unknown_classes, "missing": class_match.absent}
-            differences = "; ".join(
-                f"{side}: {some_of(names, MAX_SHOWN_CLASSES)}"
-                for side, names in differing_classes.items()
-                if names
+            class_differences = "; ".join(
+                f"{class_status}: {some_of(class_names, MAX_SHOWN_CLASSES)}"
+                for class_status, class_names in differing_classes.items()
+                if class_names
             )
             raise ValueError(
-                f"{checkpoint.folder} was trained on different classes ({differences})."
+                f"{checkpoint.folder} was trained on different classes ({class_differences})."
                 " A resumed run can't change its classes."
                 " To start a new run with the head rows of known classes, use train_vit.py --weights."
             )
@@ -221,11 +223,11 @@ class TrainingState:
             return {}
         from onecurve.models.timm_models import head_layers  # imported only if the class order differs
 
-        heads = head_layers(self.layout.module)
+        head_layer_names = head_layers(self.layout.module)
         head_shapes: dict[str, tuple[int, ...]] = {}
         for parameter, shape in self.gatherer.shapes.items():
-            layer, _, _ = parameter.rpartition(".")
-            if layer in heads:
+            layer_name, _, _ = parameter.rpartition(".")
+            if layer_name in head_layer_names:
                 head_shapes[parameter] = shape
         class_count = len(self.classes)
         if not head_shapes or any(shape[:1] != (class_count,) for shape in head_shapes.values()):
@@ -271,13 +273,13 @@ class TrainingState:
         """
         self._restore_model(checkpoint, checkpoints.EMA_FILE if self.ema else checkpoints.MODEL_FILE)
 
-    def _restore_model(self, checkpoint: Checkpoint | None, file_name: str) -> None:
+    def _restore_model(self, checkpoint: Checkpoint | None, weight_file_name: str) -> None:
         """Restore the model's parameters from the given file, and its buffers from the raw weights' file."""
         layout = self.layout
         broadcast_from_main, _ = self._open_broadcaster(checkpoint, checkpoints.MODEL_FILE)
-        for name, buffer in layout.buffers().items():
-            buffer.copy_(broadcast_from_main(name, buffer.shape, _dtype_in_file(buffer.dtype)))
-        broadcast_from_main, _ = self._open_broadcaster(checkpoint, file_name)
+        for buffer_name, buffer in layout.buffers().items():
+            buffer.copy_(broadcast_from_main(buffer_name, buffer.shape, _dtype_in_file(buffer.dtype)))
+        broadcast_from_main, _ = self._open_broadcaster(checkpoint, weight_file_name)
         layout.fill_pieces(
             chain(layout.named_pieces(layout.local_tensors), layout.frozen_pieces()), broadcast_from_main
         )
@@ -288,24 +290,24 @@ class TrainingState:
     ) -> tuple[Callable[..., Tensor], Specs | None]:
         """Return broadcast_from_main() and, on the main process, the dtypes and shapes of the file's tensors.
 
-        broadcast_from_main(name, shape, dtype) broadcasts a tensor from the main process to each device. By
-        default, it uses the parameter's shape and fp32. It reorders the head's rows to match this run's class
-        order.
+        broadcast_from_main(tensor_name, tensor_shape, dtype) broadcasts a tensor from the main process to all
+        devices. By default, it uses the parameter's shape and fp32. It reorders the head's rows to match this
+        run's class order.
         """
-        shapes, device = self.gatherer.shapes, self.accelerator.device
+        parameter_shapes, device = self.gatherer.shapes, self.accelerator.device
         tensor_file = TensorFile(checkpoint.folder / file_name) if checkpoint else None
         row_orders = self.row_orders(checkpoint) if checkpoint else {}
 
         def broadcast_from_main(
-            name: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype = torch.float32
+            tensor_name: str, tensor_shape: tuple[int, ...] | None = None, dtype: torch.dtype = torch.float32
         ) -> Tensor:
             if tensor_file:
-                tensor = tensor_file.read_tensor(name)
-                parameter, _, _ = name.partition("/")
-                if parameter in row_orders and tensor.shape == shapes[parameter]:
-                    tensor = tensor[row_orders[parameter]]
-                return broadcast(tensor.to(device, dtype))
-            received_shape = shapes[name] if shape is None else shape
+                stored_tensor = tensor_file.read_tensor(tensor_name)
+                parameter, _, _ = tensor_name.partition("/")
+                if parameter in row_orders and stored_tensor.shape == parameter_shapes[parameter]:
+                    stored_tensor = stored_tensor[row_orders[parameter]]
+                return broadcast(stored_tensor.to(device, dtype))
+            received_shape = parameter_shapes[tensor_name] if tensor_shape is None else tensor_shape
             return broadcast(torch.empty(received_shape, dtype=dtype, device=device))
 
         return broadcast_from_main, tensor_file.specs() if tensor_file else None
@@ -317,11 +319,11 @@ class TrainingState:
 
         Without fp16, the result is None.
         """
-        zero_scale, scaler = deepspeed_.zero_loss_scale(self.layout.optimizer), self.accelerator.scaler
-        if zero_scale is None and scaler is None:
+        zero_scale, grad_scaler = deepspeed_.zero_loss_scale(self.layout.optimizer), self.accelerator.scaler
+        if zero_scale is None and grad_scaler is None:
             return None
-        scale, good_steps = zero_scale or torch_.loss_scale(scaler)
-        return {"scale": scale, "good_steps": good_steps}
+        loss_scale, good_steps = zero_scale or torch_.loss_scale(grad_scaler)
+        return {"scale": loss_scale, "good_steps": good_steps}
 
     def _set_loss_scale(self, saved_scale: dict[str, float] | None) -> None:
         """Restore the loss scale, which may have been saved under a different strategy.
@@ -330,11 +332,11 @@ class TrainingState:
         """
         if saved_scale is None:
             return
-        scale, good_steps = saved_scale["scale"], int(saved_scale["good_steps"])
+        loss_scale, good_steps = saved_scale["scale"], int(saved_scale["good_steps"])
         if deepspeed_.zero_loss_scale(self.layout.optimizer):
-            deepspeed_.set_zero_loss_scale(self.layout.optimizer, scale, good_steps)
+            deepspeed_.set_zero_loss_scale(self.layout.optimizer, loss_scale, good_steps)
         elif self.accelerator.scaler is not None:
-            torch_.set_loss_scale(self.accelerator.scaler, scale, good_steps)
+            torch_.set_loss_scale(self.accelerator.scaler, loss_scale, good_steps)
 
 
 def _dtype_in_file(dtype: torch.dtype) -> torch.dtype:

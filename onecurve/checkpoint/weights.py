@@ -100,8 +100,8 @@ class TrainedModel:
     @property
     def run_name(self) -> str:
         """Name of the run, folder or file. `reports` is <run>/validation or validation/<name>."""
-        reports = Path(self.reports)
-        return reports.parent.name if reports.name == "validation" else reports.name
+        reports_folder = Path(self.reports)
+        return reports_folder.parent.name if reports_folder.name == "validation" else reports_folder.name
 
 
 def find_model(location: str, which: str, scratch_folder: Path, heartbeat: Heartbeat) -> TrainedModel:
@@ -136,16 +136,18 @@ def _find_model_once(location: str, which: str, scratch_folder: Path, heartbeat:
         from onecurve.system.s3 import ObjectStore
 
         store = ObjectStore(location)
-        downloaded = _download_checkpoint(store, which, scratch_folder, heartbeat)
+        downloaded_checkpoint = _download_checkpoint(store, which, scratch_folder, heartbeat)
         _, _, prefix_name = store.url.rpartition("/")
-        displayed_name = f"{store.url}/checkpoints/{downloaded.folder.name}"
-        weight_file_name = _preferred_file_name(downloaded)
-        return _model_in_checkpoint(downloaded, REPORTS_ROOT / prefix_name, displayed_name, weight_file_name)
-    path = Path(location).resolve()
-    weight_file, checkpoint = _locate_weights(path, which, heartbeat)
+        displayed_name = f"{store.url}/checkpoints/{downloaded_checkpoint.folder.name}"
+        weight_file_name = _preferred_file_name(downloaded_checkpoint)
+        return _model_in_checkpoint(
+            downloaded_checkpoint, REPORTS_ROOT / prefix_name, displayed_name, weight_file_name
+        )
+    local_path = Path(location).resolve()
+    weight_file, checkpoint = _locate_weights(local_path, which, heartbeat)
     if checkpoint is None:
-        if path.is_dir():
-            return _hub_model(path) or _exported_model(path)
+        if local_path.is_dir():
+            return _hub_model(local_path) or _exported_model(local_path)
         return _single_file_model(weight_file)
     reports_folder = REPORTS_ROOT / checkpoint.folder.name
     if checkpoint.folder.parent.name == "checkpoints":  # the checkpoint belongs to a run folder
@@ -160,28 +162,28 @@ def _single_file_model(weight_file: Path) -> TrainedModel:
     return TrainedModel(weights, shortest(weight_file), reports, classes=classes, names=names_by_class)
 
 
-def _locate_weights(path: Path, which: str, heartbeat: Heartbeat) -> tuple[Path, Checkpoint | None]:
+def _locate_weights(location: Path, which: str, heartbeat: Heartbeat) -> tuple[Path, Checkpoint | None]:
     """Return the weight file at a local path, and the verified checkpoint that contains it, or None.
 
     Args:
         which: Checkpoint to select from a run. `any` selects the best checkpoint, or the newest intact
             checkpoint if the best checkpoint is missing.
     """
-    if not path.exists():
-        raise ValueError(f"{path} does not exist")
-    if not path.is_dir():
-        if step_from_name(path.parent.name) is not None and (path.parent / MANIFEST_FILE).exists():
-            return path, verify_checkpoint(path.parent, heartbeat)
-        return path, None
-    if step_from_name(path.name) is not None or (path / MANIFEST_FILE).exists():
-        checkpoint = verify_checkpoint(path, heartbeat)
-    elif steps_in(path / "checkpoints"):  # the path is a run folder
-        checkpoint = _checkpoint_of_run(path, which, heartbeat)
-    elif (path / MODEL_FILE).exists():
-        return path / MODEL_FILE, None
+    if not location.exists():
+        raise ValueError(f"{location} does not exist")
+    if not location.is_dir():
+        if step_from_name(location.parent.name) is not None and (location.parent / MANIFEST_FILE).exists():
+            return location, verify_checkpoint(location.parent, heartbeat)
+        return location, None
+    if step_from_name(location.name) is not None or (location / MANIFEST_FILE).exists():
+        checkpoint = verify_checkpoint(location, heartbeat)
+    elif steps_in(location / "checkpoints"):  # the path is a run folder
+        checkpoint = _checkpoint_of_run(location, which, heartbeat)
+    elif (location / MODEL_FILE).exists():
+        return location / MODEL_FILE, None
     else:
         raise ValueError(
-            f"{path} contains neither checkpoints nor {MODEL_FILE}. Pass a weight file or a run folder."
+            f"{location} contains neither checkpoints nor {MODEL_FILE}. Pass a weight file or a run folder."
         )
     return checkpoint.folder / _preferred_file_name(checkpoint), checkpoint
 
@@ -208,8 +210,8 @@ def _hub_model(folder: Path) -> TrainedModel | None:
     published = read_published(folder)
     if published is None or TRAINED_BY_KEY in read_json(folder / CONFIG_FILE):
         return None
-    trained = TrainedModel(str(folder / MODEL_FILE), shortest(folder), str(REPORTS_ROOT / folder.name))
-    return _describe_published(trained, published)
+    trained_model = TrainedModel(str(folder / MODEL_FILE), shortest(folder), str(REPORTS_ROOT / folder.name))
+    return _describe_published(trained_model, published)
 
 
 def as_timm_model(trained: TrainedModel, name: str) -> TrainedModel:
@@ -221,8 +223,8 @@ def as_timm_model(trained: TrainedModel, name: str) -> TrainedModel:
 
 def _stored_class_count(tensor_file: TensorFile, heads: Sequence[str]) -> int:
     """Return the number of classes in a weight file's first head, or 0 without a head."""
-    first_weight = f"{tensor_file.wrapper_prefix()}{heads[0]}.weight"
-    class_count, *_ = tensor_file.shapes().get(first_weight) or (0,)
+    first_weight_name = f"{tensor_file.wrapper_prefix()}{heads[0]}.weight"
+    class_count, *_ = tensor_file.shapes().get(first_weight_name) or (0,)
     return class_count
 
 
@@ -237,16 +239,16 @@ def _describe_published(trained: TrainedModel, published: PublishedModel) -> Tra
         raise ValueError(
             f"{trained.name}: config.json contains the unsupported model argument {unknown_arguments.pop()}"
         )
-    recipe: dict[str, Any] = {"model": published.architecture, "image_size": published.image_size}
+    vit_recipe: dict[str, Any] = {"model": published.architecture, "image_size": published.image_size}
     for flag_name in ("patch_size", "depth"):
-        if value := published.model_arguments.get(flag_name):
-            recipe[flag_name] = value
-    recipe |= {"drop_path": 0.0, "dropout": 0.0}
+        if argument_value := published.model_arguments.get(flag_name):
+            vit_recipe[flag_name] = argument_value
+    vit_recipe |= {"drop_path": 0.0, "dropout": 0.0}
     names_by_class = class_name_lists(published)
     return dataclasses.replace(
         trained,
         script="train_vit",
-        recipe=recipe,
+        recipe=vit_recipe,
         classes=[displayed_name for displayed_name, *_ in names_by_class] if names_by_class else None,
         names=names_by_class,
         cropped=True,
@@ -273,16 +275,16 @@ def open_script(
         raise ValueError(f"--script {script_file} does not exist")
     try:
         script_path = Path(script_file) if script_file else project_script(trained.script)
-        script = load_script(script_path)
-        recipe_type = recipe_class(script)
+        script_module = load_script(script_path)
+        recipe_type = recipe_class(script_module)
         if not issubclass(recipe_type, ImageRecipe):
             raise ValueError(
-                f"{script.__name__} does not train an image classifier."
+                f"{script_module.__name__} does not train an image classifier."
                 " Set --script to a script that trains an image classifier."
             )
         trained_flags = as_flags(trained.recipe or {}, recipe_type)
         recipe = parse(recipe_type, flag_words, trained_flags).resolved()
-        return script, recipe, script_path
+        return script_module, recipe, script_path
     except ValueError as error:
         raise ValueError(f"{trained.name}: {error}") from None
 
@@ -292,7 +294,7 @@ def load_trained(model: nn.Module, file: Path) -> None:
     tensor_file = _opened_weight_files.pop(str(file), None) or TensorFile(file)
     model_state = model.state_dict()
     tensor_file.require_shapes({name: tuple(tensor.shape) for name, tensor in model_state.items()})
-    model.load_state_dict({name: tensor_file.read_tensor(name) for name in model_state})
+    model.load_state_dict({tensor_name: tensor_file.read_tensor(tensor_name) for tensor_name in model_state})
 
 
 def load_weights(model: nn.Module, trained: TrainedModel, script: ModuleType, recipe: Any) -> None:
@@ -392,24 +394,24 @@ def _model_in_checkpoint(
             f"{displayed_name}/{weight_file_name} does not contain a model."
             f" Pass {displayed_name}/{MODEL_FILE} instead."
         )
-    recipe, classes, writer = (manifest.get(key) for key in ("recipe", "classes", "written_by"))
-    script = writer.get("script") if isinstance(writer, dict) else None
+    recipe, classes, writer_info = (manifest.get(key) for key in ("recipe", "classes", "written_by"))
+    script = writer_info.get("script") if isinstance(writer_info, dict) else None
     if not isinstance(recipe, dict) or not isinstance(classes, list) or not isinstance(script, str):
         raise ValueError(
             f"{displayed_name}/{MANIFEST_FILE} does not describe a training run,"
             " so the checkpoint was not written by a train script"
         )
-    weights, accuracy = str(checkpoint.folder / weight_file_name), None
-    is_raw = EMA_FILE in manifest["files"] and weight_file_name == MODEL_FILE
-    metric_name = "raw_accuracy" if is_raw else "accuracy"
+    weight_path, accuracy = str(checkpoint.folder / weight_file_name), None
+    is_raw_weight_file = EMA_FILE in manifest["files"] and weight_file_name == MODEL_FILE
+    metric_name = "raw_accuracy" if is_raw_weight_file else "accuracy"
     # state.json may not have been written by a run
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         run_state = read_json(checkpoint.folder / STATE_FILE)
         accuracy = float(run_state["last"][metric_name]) if run_state["evaluated"] else None
-    name, reports = f"{displayed_name}/{weight_file_name}", str(reports_folder)
+    model_name, reports_path = f"{displayed_name}/{weight_file_name}", str(reports_folder)
     classes = [printable(class_name) for class_name in classes]
     training_facts = script, recipe, classes, accuracy, manifest.get("cropped"), manifest.get("preprocessing")
-    return TrainedModel(weights, name, reports, checkpoint.step, *training_facts)
+    return TrainedModel(weight_path, model_name, reports_path, checkpoint.step, *training_facts)
 
 
 # --- Fine-tuning
@@ -434,12 +436,12 @@ def pretrained_model(name: str, classes: int, **options: Any) -> nn.Module:
         return timm.create_model(name, pretrained=True, num_classes=classes, **options)
     except OSError as error:
         hub_id, file_name = pretrained_config.hf_hub_id, pretrained_config.hf_hub_filename or MODEL_FILE
-        advice = f"run `hf download {hub_id} {file_name} --local-dir .`"
+        download_advice = f"run `hf download {hub_id} {file_name} --local-dir .`"
         if not hub_id:
-            advice = f"download {pretrained_config.url}"
+            download_advice = f"download {pretrained_config.url}"
         raise ValueError(
             f"--pretrained: the hub can't be reached ({problem or error}). On a machine with internet access,"
-            f" {advice}. Then copy the file to this machine and use --weights {file_name}."
+            f" {download_advice}. Then copy the file to this machine and use --weights {file_name}."
         ) from None
 
 
@@ -471,8 +473,8 @@ def model_with_weights(
     preprocessing, heads = _stored_preprocessing(name, location, checkpoint), head_names(name)
     stored_class_count = _stored_class_count(tensor_file, heads)
     prefix = tensor_file.wrapper_prefix()
-    tensors = {key.removeprefix(prefix): tensor_file.read_tensor(key) for key in tensor_file.shapes()}
-    timm_overlay = {"state_dict": tensors, "num_classes": stored_class_count}
+    stored_tensors = {key.removeprefix(prefix): tensor_file.read_tensor(key) for key in tensor_file.shapes()}
+    timm_overlay = {"state_dict": stored_tensors, "num_classes": stored_class_count}
     timm_overlay |= {"custom_load": False, "label_offset": 0} | preprocessing
     options |= {"pretrained_cfg_overlay": timm_overlay, "num_classes": stored_class_count}
     try:
@@ -480,41 +482,41 @@ def model_with_weights(
     except RuntimeError as error:
         if "loading state_dict" not in str(error):
             raise
-        _, first_problem, *_ = str(error).splitlines()
-        first_problem = re.sub('", ".*', '"', first_problem.strip()).rstrip(".")
+        _, first_mismatch, *_ = str(error).splitlines()
+        first_mismatch = re.sub('", ".*', '"', first_mismatch.strip()).rstrip(".")
         recipe = checkpoint.manifest.get("recipe") if checkpoint else None
         stored_model = f" ({recipe['model']})" if isinstance(recipe, dict) and "model" in recipe else ""
         raise ValueError(
-            f"--weights {weight_file} does not match --model {name}: {first_problem}."
+            f"--weights {weight_file} does not match --model {name}: {first_mismatch}."
             f" Set --model to the architecture of the weights{stored_model}."
         ) from None
     del model.pretrained_cfg["state_dict"]  # free the weights, because timm would keep a reference
-    notes = [f"the prefix {prefix} is removed from all tensor names"] if prefix else []
-    notes += _resampling_notes(model, tensors)
+    weight_notes = [f"the prefix {prefix} is removed from all tensor names"] if prefix else []
+    weight_notes += _resampling_notes(model, stored_tensors)
     stored_classes = checkpoint.manifest.get("classes") if checkpoint else stored_class_names(weight_file)
     stored_row_by_class = None  # row index in the stored head for each class
     if names and stored_classes and len(stored_classes) == stored_class_count:
         class_match = match_classes(stored_classes, names)
         if not class_match.is_identity:
             stored_row_by_class = class_match.labels
-            kept_count = plural(len(class_match.known_classes), "class")
-            new_count = plural(len(class_match.unknown_classes), "class")
-            notes.append(
-                f"the head keeps the rows for {kept_count} with known names and adds rows for {new_count}"
+            kept_classes = plural(len(class_match.known_classes), "class")
+            new_classes = plural(len(class_match.unknown_classes), "class")
+            weight_notes.append(
+                f"the head keeps the rows for {kept_classes} with known names and adds rows for {new_classes}"
             )
     elif stored_class_count != classes:
         stored_row_by_class = np.full(classes, NEW_CLASS)
-        notes.append(
+        weight_notes.append(
             f"a new head for {classes:,} classes replaces the file's head for {stored_class_count:,} classes"
         )
     elif names:
-        notes.append(
+        weight_notes.append(
             "the file contains no class names, so the head's rows are assumed to be in the data's class order"
         )
     if stored_row_by_class is not None:
         _replace_head(model, heads, stored_row_by_class)
     if rank() == 0:
-        log.info("; ".join([f"--weights: {shortest(weight_file)}", *notes]))
+        log.info("; ".join([f"--weights: {shortest(weight_file)}", *weight_notes]))
     return model
 
 
@@ -538,8 +540,8 @@ def _replace_head(model: Any, heads: Sequence[str], stored_row_by_class: np.ndar
     known_classes = torch.from_numpy(np.flatnonzero(stored_row_by_class != NEW_CLASS))
     known_rows = torch.from_numpy(stored_row_by_class)[known_classes]
     for head, stored_parameters in zip(heads, stored_heads, strict=False):
-        for name, parameter in model.get_submodule(head).named_parameters():
-            parameter[known_classes] = stored_parameters[name][known_rows]
+        for parameter_name, parameter in model.get_submodule(head).named_parameters():
+            parameter[known_classes] = stored_parameters[parameter_name][known_rows]
 
 
 def _resampling_notes(model: nn.Module, stored_tensors: dict[str, torch.Tensor]) -> list[str]:
@@ -549,8 +551,8 @@ def _resampling_notes(model: nn.Module, stored_tensors: dict[str, torch.Tensor])
         for name, tensor in model.state_dict().items()
         if "embed" in name and name in stored_tensors and stored_tensors[name].shape != tensor.shape
     ]
-    note = f"timm resamples {', '.join(resampled_names)} to match this model's size"
-    return [note] if resampled_names else []
+    resampling_note = f"timm resamples {', '.join(resampled_names)} to match this model's size"
+    return [resampling_note] if resampled_names else []
 
 
 def own_image_size(name: str, location: str | None) -> int:
@@ -568,7 +570,7 @@ def _stored_preprocessing(model_name: str, location: Path, checkpoint: Checkpoin
     if checkpoint:
         preprocessing = checkpoint.manifest.get("preprocessing", {})
         if preprocessing.get("interpolation") == LEGACY:
-            return {key: preprocessing[key] for key in ("mean", "std")}
+            return {setting_name: preprocessing[setting_name] for setting_name in ("mean", "std")}
         return preprocessing
     published = read_published(location)
     if published is None:
@@ -593,8 +595,8 @@ def _open_weights(weight_file: Path) -> TensorFile:
         if not first_bytes.startswith(PICKLE_PREFIXES):
             raise
         safetensors_file = weight_file.with_suffix(".safetensors")
-        conversion = ["python", "-c", PICKLE_CONVERSION_CODE, str(weight_file), str(safetensors_file)]
+        conversion_command = ["python", "-c", PICKLE_CONVERSION_CODE, str(weight_file), str(safetensors_file)]
         raise ValueError(
             f"{weight_file} is a pickle file, which can execute code when it is loaded. Convert the file to"
-            f" safetensors in an isolated environment such as a container: {shlex.join(conversion)}"
+            f" safetensors in an isolated environment such as a container: {shlex.join(conversion_command)}"
         ) from None

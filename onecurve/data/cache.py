@@ -95,18 +95,18 @@ def prepare_cache(
     try:
         source = find_source(recipe, heartbeat, is_evaluation_only)
         content_key, folder_key = run_with_heartbeat(partial(_compute_cache_keys, source), heartbeat)
-        safe_name = re.sub(r"[^A-Za-z0-9._-]", "_", source.name).lstrip(".") or "images"
-        data_folder = cache_dir / f"{safe_name}-{folder_key}"
+        safe_data_name = re.sub(r"[^A-Za-z0-9._-]", "_", source.name).lstrip(".") or "images"
+        prepared_folder = cache_dir / f"{safe_data_name}-{folder_key}"
         _check_owner(cache_dir)
-        _check_owner(data_folder)
-        if not data_folder.exists():
+        _check_owner(prepared_folder)
+        if not prepared_folder.exists():
             cache_dir.mkdir(parents=True, exist_ok=True)
             with _hold_cache_lock(cache_dir, heartbeat):
-                if not data_folder.exists():  # another job may have created the folder in the meantime
-                    _write_data_folder(data_folder, source, f"{safe_name}-{content_key}", heartbeat)
+                if not prepared_folder.exists():  # another job may have created the folder in the meantime
+                    _write_data_folder(prepared_folder, source, f"{safe_data_name}-{content_key}", heartbeat)
         may_skip_in_training = recipe.on_bad_image == "skip" or is_evaluation_only
-        _refuse_broken_images(data_folder, may_skip_in_training)
-        return PreparedData(str(data_folder), source.ignored_files_note)
+        _refuse_broken_images(prepared_folder, may_skip_in_training)
+        return PreparedData(str(prepared_folder), source.ignored_files_note)
     except OSError as error:
         raise ValueError(
             f"--data {recipe.data} could not be prepared in --cache_dir {cache_dir}: {error}{ulimit_hint()}."
@@ -115,13 +115,13 @@ def prepare_cache(
         ) from error
 
 
-def _check_owner(folder: Path) -> None:
+def _check_owner(cache_path: Path) -> None:
     """Raise ValueError if the folder belongs to another user, who could replace the training images."""
-    if not folder.exists():
+    if not cache_path.exists():
         return
-    owner_id = folder.stat().st_uid
+    owner_id = cache_path.stat().st_uid
     if os.geteuid() not in (0, owner_id) and owner_id != 0:
-        raise ValueError(f"{folder} belongs to user {owner_id}. Set --cache_dir to a folder that you own")
+        raise ValueError(f"{cache_path} belongs to user {owner_id}. Set --cache_dir to a folder that you own")
 
 
 def _compute_cache_keys(source: Source) -> tuple[str, str]:
@@ -134,32 +134,32 @@ def _compute_cache_keys(source: Source) -> tuple[str, str]:
     paths), PIXEL_VERSION and the holdout fold. Above 4 GiB, the folder key also covers the files'
     modification times.
     """
-    file_stats = [retried(path.stat)() for _, path in source.named_files]
-    is_sampled = sum(file_stat.st_size for file_stat in file_stats) > HASH_LIMIT_BYTES
+    file_stats = [retried(file_path.stat)() for _, file_path in source.named_files]
+    is_hash_sampled = sum(file_stat.st_size for file_stat in file_stats) > HASH_LIMIT_BYTES
     with ThreadPoolExecutor(allowed_cores()) as executor:  # hashing and reading release the GIL
-        hash_file = _hash_sampled_blocks if is_sampled else _hash_whole_file
+        hash_file = _hash_sampled_blocks if is_hash_sampled else _hash_whole_file
         file_hashes = list(executor.map(hash_file, source.named_files))
-    file_names = [name for name, _ in source.named_files]
+    file_names = [file_name for file_name, _ in source.named_files]
     content_key = _short_hash([LAYOUT_VERSION, source.name, file_names, [*file_hashes, *source.hashes]])
     image_location = str(source.root or source.manifest_location or "")
     pixel_version = f" {PIXEL_VERSION}" if source.named_files else ""
-    mtimes_ns = f" {[file_stat.st_mtime_ns for file_stat in file_stats]}" if is_sampled else ""
+    mtimes_ns = f" {[file_stat.st_mtime_ns for file_stat in file_stats]}" if is_hash_sampled else ""
     folder_key = _short_hash([content_key, image_location + pixel_version + source.fold_key + mtimes_ns])
     return content_key, folder_key
 
 
 def _hash_whole_file(named_file: tuple[str, Path]) -> str:
-    _name, path = named_file
-    return sha256_of(path)
+    _file_name, file_path = named_file
+    return sha256_of(file_path)
 
 
 @retried
 def _hash_sampled_blocks(named_file: tuple[str, Path]) -> str:
     """Return the SHA-256 of a file's size and sampled blocks, whose positions depend on the file's name."""
-    file_name, path = named_file
-    file_bytes = path.stat().st_size
+    file_name, file_path = named_file
+    file_bytes = file_path.stat().st_size
     file_hash = hashlib.sha256(str(file_bytes).encode())
-    with open(path, "rb", buffering=0) as source_file:
+    with open(file_path, "rb", buffering=0) as source_file:
         for part_index in range(1 + file_bytes // FILE_PART_BYTES):
             random_position = int.from_bytes(hashlib.sha256(f"{part_index} {file_name}".encode()).digest())
             source_file.seek(random_position % max(1, file_bytes - HASHED_BLOCK_BYTES + 1))
@@ -167,8 +167,8 @@ def _hash_sampled_blocks(named_file: tuple[str, Path]) -> str:
     return file_hash.hexdigest()
 
 
-def _short_hash(json_content: list) -> str:
-    return hashlib.sha256(json.dumps(json_content).encode()).hexdigest()[:KEY_DIGITS]
+def _short_hash(key_parts: list) -> str:
+    return hashlib.sha256(json.dumps(key_parts).encode()).hexdigest()[:KEY_DIGITS]
 
 
 @contextmanager
@@ -184,13 +184,13 @@ def _hold_cache_lock(cache_dir: Path, heartbeat: Heartbeat) -> Iterator[None]:
         os.close(lock_fd)
 
 
-def _write_data_folder(data_folder: Path, source: Source, source_id: str, heartbeat: Heartbeat) -> None:
+def _write_data_folder(prepared_folder: Path, source: Source, source_id: str, heartbeat: Heartbeat) -> None:
     """Write a cache folder under a temporary name and then rename it. The caller must hold the lock.
 
     If several hosts share the cache over NFS, new folders become visible with a delay, so another host may
     already have created the same folder. In that case, the existing folder is kept.
     """
-    temp_folder = data_folder.parent / ".preparing"
+    temp_folder = prepared_folder.parent / ".preparing"
     discard(temp_folder)  # may exist if an earlier process was killed
     temp_folder.mkdir()
     try:
@@ -200,39 +200,39 @@ def _write_data_folder(data_folder: Path, source: Source, source_id: str, heartb
             hold_out(temp_folder, source.holdout)
         storage_format = "shards" if source.manifest_location else "array"
         data_warnings: list[str] = []
-        sampled_stats: list[list[ImageStats]] = []  # statistics of the sampled images in each split
-        is_test_stored = (temp_folder / "test_labels.npy").exists()
-        if source.test_name == "test" and source.holdout is None and not is_test_stored:
+        stats_by_split: list[list[ImageStats]] = []  # statistics of the sampled images in each split
+        has_test_labels = (temp_folder / "test_labels.npy").exists()
+        if source.test_name == "test" and source.holdout is None and not has_test_labels:
             data_warnings.append("the test split is left out, because all of its labels are -1 or null")
         if (temp_folder / f"train_{ITEM_FILE_ENDINGS[0]}").exists():  # the images are encoded
             part_splits = [split for split in ALL_SPLITS if (temp_folder / f"{split}_labels.npy").exists()]
             encoded_splits = {split: CachedImages(temp_folder, split) for split in part_splits}
             searched_parts: list[EncodedImages] = list(encoded_splits.values())
             if source.holdout is not None:  # the training split consists of two parts
-                part_files = [part_ids_path(temp_folder, part) for part in SPLITS]
-                searched_parts[:1] = [CachedImages(temp_folder, "train", file) for file in part_files]
+                ids_files = [part_ids_path(temp_folder, part_name) for part_name in SPLITS]
+                searched_parts[:1] = [CachedImages(temp_folder, "train", ids_file) for ids_file in ids_files]
                 part_splits[:1] = ["train", "train"]
             encoded_bytes = run_with_heartbeat(partial(_total_bytes, encoded_splits.values()), heartbeat)
-            is_searched = encoded_bytes <= MAX_SEARCH_BYTES
-            if is_searched:
+            is_data_searched = encoded_bytes <= MAX_SEARCH_BYTES
+            if is_data_searched:
                 stored_labels = (np.load(temp_folder / f"{split}_labels.npy") for split in part_splits)
                 labels_and_parts = zip(stored_labels, searched_parts, strict=True)
-                part_labels = [labels[part.ids] for labels, part in labels_and_parts]
-                duplicates = run_with_heartbeat(partial(DuplicateImages, searched_parts), heartbeat)
-                data_warnings += duplicates.split_warnings((source.val_name, source.test_name))
-                data_warnings += duplicates.class_warnings(np.concatenate(part_labels), class_names)
-            sampled_stats = run_with_heartbeat(partial(sample_images, encoded_splits.values()), heartbeat)
-            image_shape = _common_shape(sampled_stats)
+                part_labels = [all_labels[part_images.ids] for all_labels, part_images in labels_and_parts]
+                duplicate_images = run_with_heartbeat(partial(DuplicateImages, searched_parts), heartbeat)
+                data_warnings += duplicate_images.split_warnings((source.val_name, source.test_name))
+                data_warnings += duplicate_images.class_warnings(np.concatenate(part_labels), class_names)
+            stats_by_split = run_with_heartbeat(partial(sample_images, encoded_splits.values()), heartbeat)
+            image_shape = _common_shape(stats_by_split)
             is_decoded = _decode_to_arrays(temp_folder, source.name, encoded_splits, image_shape, heartbeat)
             storage_format = "array" if is_decoded else "files"
-            if is_searched and not is_decoded:
+            if is_data_searched and not is_decoded:
                 check_warnings = _check_images(temp_folder, source.name, searched_parts, heartbeat)
                 data_warnings = check_warnings + data_warnings
         elif source.manifest_location and not source.manifest_location.startswith("s3://"):
             sample_shards = partial(_sample_shards, temp_folder, source.manifest_location)
-            sampled_stats = run_with_heartbeat(sample_shards, heartbeat)
-        all_stats = list(chain.from_iterable(sampled_stats))
-        data_warnings += conversion_warnings(all_stats, is_cropped=storage_format != "array")
+            stats_by_split = run_with_heartbeat(sample_shards, heartbeat)
+        all_image_stats = list(chain.from_iterable(stats_by_split))
+        data_warnings += conversion_warnings(all_image_stats, is_cropped=storage_format != "array")
         cache_metadata = {
             "kind": storage_format,
             "flaws": data_warnings,
@@ -246,40 +246,40 @@ def _write_data_folder(data_folder: Path, source: Source, source_id: str, heartb
         (temp_folder / "meta.json").write_text(json.dumps(cache_metadata, indent=1) + "\n")
         run_with_heartbeat(partial(_sync_files, temp_folder), heartbeat)
         try:
-            os.rename(temp_folder, data_folder)
+            os.rename(temp_folder, prepared_folder)
         except OSError:
-            if not (data_folder / "meta.json").exists():  # no other host has created it
+            if not (prepared_folder / "meta.json").exists():  # no other host has created it
                 raise
-        sync(data_folder.parent)
+        sync(prepared_folder.parent)
     finally:
         shutil.rmtree(temp_folder, ignore_errors=True)
 
 
 def _total_bytes(splits: Iterable[EncodedImages]) -> int:
-    return sum(images.size(index) for images in splits for index in range(len(images)))
+    return sum(split_images.size(index) for split_images in splits for index in range(len(split_images)))
 
 
-def _sync_files(folder: Path) -> None:
-    for path in (*folder.iterdir(), folder):
-        sync(path)
+def _sync_files(temp_folder: Path) -> None:
+    for synced_path in (*temp_folder.iterdir(), temp_folder):
+        sync(synced_path)
 
 
 def _check_images(
-    temp_folder: Path, source_name: str, splits: list[EncodedImages], heartbeat: Heartbeat
+    temp_folder: Path, source_name: str, searched_parts: list[EncodedImages], heartbeat: Heartbeat
 ) -> list[str]:
     """Check images that stay encoded by decoding each image once.
 
     The function writes the errors for undecodable images to BROKEN_IMAGES_FILE. The returned list contains a
     warning if any image has missing data.
     """
-    image_count = sum(map(len, splits))
+    image_count = sum(map(len, searched_parts))
     errors_by_part: list[list[ValueError]] = []
     with _show_progress(f"checking {image_count:,} images of {source_name}", image_count) as advance_progress:
-        for images in splits:
-            chunks = _divide_split(images, None, CHECK_CHUNK_IMAGES)
-            errors_by_part.append(_decode_chunks(chunks, heartbeat, advance_progress))
-    all_errors = chain.from_iterable(errors_by_part)
-    damage_messages = sorted(str(error) for error in all_errors if isinstance(error, DamagedImage))
+        for part_images in searched_parts:
+            part_chunks = _divide_split(part_images, None, CHECK_CHUNK_IMAGES)
+            errors_by_part.append(_decode_chunks(part_chunks, heartbeat, advance_progress))
+    all_decoding_errors = chain.from_iterable(errors_by_part)
+    damage_messages = sorted(str(error) for error in all_decoding_errors if isinstance(error, DamagedImage))
     train_messages, *messages_by_evaluated_part = (
         [str(error) for error in errors if not isinstance(error, DamagedImage)] for errors in errors_by_part
     )
@@ -287,26 +287,26 @@ def _check_images(
     if not messages_by_evaluated_part:  # evaluation uses the only split
         train_messages, evaluated_messages = [], train_messages
     if train_messages or evaluated_messages:
-        broken_images = {"count": image_count, "train": train_messages, "evaluated": evaluated_messages}
-        (temp_folder / BROKEN_IMAGES_FILE).write_text(json.dumps(broken_images, indent=1))
+        broken_image_report = {"count": image_count, "train": train_messages, "evaluated": evaluated_messages}
+        (temp_folder / BROKEN_IMAGES_FILE).write_text(json.dumps(broken_image_report, indent=1))
     if not damage_messages:
         return []  # no warning
-    damage = f"{len(damage_messages):,} of {image_count:,} images have missing parts"
-    return [f"{damage}, for example {damage_messages[0]}. Repair or remove these images"]
+    damage_summary = f"{len(damage_messages):,} of {image_count:,} images have missing parts"
+    return [f"{damage_summary}, for example {damage_messages[0]}. Repair or remove these images"]
 
 
-def _refuse_broken_images(data_folder: Path, may_skip_in_training: bool) -> None:
+def _refuse_broken_images(prepared_folder: Path, may_skip_in_training: bool) -> None:
     """Raise a ValueError that lists the undecodable images, unless training may skip every such image."""
-    broken_images_file = data_folder / BROKEN_IMAGES_FILE
+    broken_images_file = prepared_folder / BROKEN_IMAGES_FILE
     if not broken_images_file.exists():
         return  # all images can be decoded
-    broken_images = read_json(broken_images_file)
-    train_messages, evaluated_messages = broken_images["train"], broken_images["evaluated"]
-    error_messages = evaluated_messages + ([] if may_skip_in_training else train_messages)
-    if error_messages:
-        advice = "" if evaluated_messages else ", or add --on_bad_image skip to train without them"
-        image_count = broken_images["count"]
-        raise ValueError(_undecodable_message(error_messages, image_count, broken_images_file, advice))
+    broken_image_report = read_json(broken_images_file)
+    train_messages, evaluated_messages = broken_image_report["train"], broken_image_report["evaluated"]
+    refused_messages = evaluated_messages + ([] if may_skip_in_training else train_messages)
+    if refused_messages:
+        skip_advice = "" if evaluated_messages else ", or add --on_bad_image skip to train without them"
+        image_count = broken_image_report["count"]
+        raise ValueError(_undecodable_message(refused_messages, image_count, broken_images_file, skip_advice))
 
 
 class ImageChunk(NamedTuple):
@@ -318,8 +318,8 @@ class ImageChunk(NamedTuple):
 
 
 def _divide_split(images: EncodedImages, pixels: np.ndarray | None, chunk_size: int) -> list[ImageChunk]:
-    indices, starts = range(len(images)), range(0, len(images), chunk_size)
-    return [ImageChunk(images, pixels, indices[start : start + chunk_size]) for start in starts]
+    image_indices, chunk_starts = range(len(images)), range(0, len(images), chunk_size)
+    return [ImageChunk(images, pixels, image_indices[start : start + chunk_size]) for start in chunk_starts]
 
 
 class _UnexpectedImageSize(Exception):
@@ -352,14 +352,14 @@ def _decode_to_arrays(
     if image_shape is None or image_count * math.prod(image_shape) > MAX_DECODED_BYTES:
         return False  # images stay encoded
     images_per_chunk = min(MAX_CHUNK_IMAGES, max(1, CHUNK_PIXELS // math.prod(image_shape[:2])))
-    chunks: list[ImageChunk] = []
-    for split, images in encoded_splits.items():
-        pixels = _create_pixel_array(temp_folder / f"{split}_images.npy", (len(images), *image_shape))
-        chunks += _divide_split(images, pixels, images_per_chunk)
+    image_chunks: list[ImageChunk] = []
+    for split, split_images in encoded_splits.items():
+        pixels = _create_pixel_array(temp_folder / f"{split}_images.npy", (len(split_images), *image_shape))
+        image_chunks += _divide_split(split_images, pixels, images_per_chunk)
     try:
-        title = f"decoding {image_count:,} images of {source_name}"
-        with _show_progress(title, image_count) as advance_progress:
-            decoding_errors = _decode_chunks(chunks, heartbeat, advance_progress)
+        progress_title = f"decoding {image_count:,} images of {source_name}"
+        with _show_progress(progress_title, image_count) as advance_progress:
+            decoding_errors = _decode_chunks(image_chunks, heartbeat, advance_progress)
     except _UnexpectedImageSize:
         _remove_split_files(temp_folder, "images.npy")
         return False  # images stay encoded
@@ -371,9 +371,9 @@ def _decode_to_arrays(
     return True
 
 
-def _common_shape(sampled_stats: Iterable[list[ImageStats]]) -> tuple[int, ...] | None:
+def _common_shape(stats_by_split: Iterable[list[ImageStats]]) -> tuple[int, ...] | None:
     """Return the shape (H, W, 3) shared by all sampled images, or None if their shapes differ."""
-    image_shapes = {image_stats.shape for split_stats in sampled_stats for image_stats in split_stats}
+    image_shapes = {image_stats.shape for split_stats in stats_by_split for image_stats in split_stats}
     return image_shapes.pop() if len(image_shapes) == 1 else None
 
 
@@ -393,7 +393,7 @@ def _sample_shards(temp_folder: Path, shard_folder: str) -> list[list[ImageStats
 
 
 def _decode_chunks(
-    chunks: list[ImageChunk], heartbeat: Heartbeat, advance_progress: Callable[[int], None]
+    image_chunks: list[ImageChunk], heartbeat: Heartbeat, advance_progress: Callable[[int], None]
 ) -> list[ValueError]:
     """Call _decode_chunk(*chunk) for each chunk with one thread per core. Return one error per broken image.
 
@@ -404,8 +404,8 @@ def _decode_chunks(
     executor = ThreadPoolExecutor(allowed_cores())
     decoding_errors: list[ValueError] = []
     try:
-        chunk_futures = [executor.submit(_decode_chunk, *chunk) for chunk in chunks]
-        for chunk_future, chunk in zip(chunk_futures, chunks, strict=True):
+        chunk_futures = [executor.submit(_decode_chunk, *chunk) for chunk in image_chunks]
+        for chunk_future, chunk in zip(chunk_futures, image_chunks, strict=True):
             heartbeat()
             while not wait([chunk_future], timeout=0.5).done:
                 heartbeat()
@@ -416,57 +416,59 @@ def _decode_chunks(
         executor.shutdown(cancel_futures=True)
 
 
-def _decode_chunk(images: EncodedImages, pixels: np.ndarray | None, indices: range) -> list[ValueError]:
-    """Decode images[indices], and return one error per broken image.
+def _decode_chunk(
+    split_images: EncodedImages, split_pixels: np.ndarray | None, chunk_indices: range
+) -> list[ValueError]:
+    """Decode split_images[chunk_indices], and return one error per broken image.
 
-    The decoded images are stored in pixels[indices], unless `pixels` is None.
+    The decoded images are stored in split_pixels[chunk_indices], unless `split_pixels` is None.
     """
     decoding_errors = []
-    for index in indices:
+    for image_index in chunk_indices:
         try:
-            image_pixels = images.decode(index, strict=True)
+            image_pixels = split_images.decode(image_index, strict=True)
         except ValueError as error:
             decoding_errors.append(error)
         else:
-            if pixels is not None:
-                if image_pixels.shape != pixels.shape[1:]:
+            if split_pixels is not None:
+                if image_pixels.shape != split_pixels.shape[1:]:
                     raise _UnexpectedImageSize
-                pixels[index] = image_pixels
+                split_pixels[image_index] = image_pixels
     return decoding_errors
 
 
 def _undecodable_message(
-    errors: Sequence[object], image_count: int, list_file: Path, advice: str = ""
+    decoding_errors: Sequence[object], image_count: int, error_list_file: Path, extra_advice: str = ""
 ) -> str:
     """Return an error message that lists the first MAX_LISTED_IMAGES errors for undecodable images.
 
     Args:
-        errors: Errors for all undecodable images.
+        decoding_errors: Errors for all undecodable images.
         image_count: Total number of images.
-        list_file: File that lists all errors. The message names the file if there are more than
+        error_list_file: File that lists all errors. The message names the file if there are more than
             MAX_LISTED_IMAGES errors.
-        advice: Text that suggests an alternative to replacing or removing the images.
+        extra_advice: Text that suggests an alternative to replacing or removing the images.
     """
-    undecodable = f"{len(errors):,} of {image_count:,} images can't be decoded"
-    shown_errors = sorted(map(str, errors))[:MAX_LISTED_IMAGES]
-    if (omitted_count := len(errors) - MAX_LISTED_IMAGES) > 0:
-        shown_errors.append(f"and {omitted_count:,} more images, listed in {list_file}")
-    return "\n  ".join([f"{undecodable}. Replace or remove these images{advice}", *shown_errors])
+    error_summary = f"{len(decoding_errors):,} of {image_count:,} images can't be decoded"
+    shown_errors = sorted(map(str, decoding_errors))[:MAX_LISTED_IMAGES]
+    if (omitted_count := len(decoding_errors) - MAX_LISTED_IMAGES) > 0:
+        shown_errors.append(f"and {omitted_count:,} more images, listed in {error_list_file}")
+    return "\n  ".join([f"{error_summary}. Replace or remove these images{extra_advice}", *shown_errors])
 
 
 @contextmanager
-def _show_progress(title: str, image_count: int) -> Iterator[Callable[[int], None]]:
+def _show_progress(progress_title: str, image_count: int) -> Iterator[Callable[[int], None]]:
     """Show progress on stderr, and yield a function that advances it by a number of images."""
-    progress_display = Display(image_count, title, sys.stderr)
+    progress_display = Display(image_count, progress_title, sys.stderr)
     done_image_count = 0
     if not progress_display.bar:
-        progress_display.print(title)
+        progress_display.print(progress_title)
 
     def advance_progress(new_image_count: int) -> None:
         nonlocal done_image_count
         done_image_count += new_image_count
         if progress_display.is_due() or (progress_display.bar and done_image_count == image_count):
-            progress_display.show(f"{title}  {done_image_count:,}/{image_count:,}", done_image_count)
+            progress_display.show(f"{progress_title}  {done_image_count:,}/{image_count:,}", done_image_count)
 
     try:
         yield advance_progress
@@ -474,19 +476,19 @@ def _show_progress(title: str, image_count: int) -> Iterator[Callable[[int], Non
         progress_display.stop()
 
 
-def _create_pixel_array(path: Path, array_shape: tuple[int, ...]) -> np.ndarray:
+def _create_pixel_array(array_path: Path, array_shape: tuple[int, ...]) -> np.ndarray:
     """Create a memory-mapped uint8 array and reserve disk space for it.
 
     With the reservation, a full disk raises OSError here. Without the reservation, a full disk would cause
     SIGBUS on a later write.
     """
-    pixel_array = np.lib.format.open_memmap(path, "w+", np.uint8, array_shape)
-    with open(path, "r+b") as array_file:
-        os.posix_fallocate(array_file.fileno(), 0, path.stat().st_size)
+    pixel_array = np.lib.format.open_memmap(array_path, "w+", np.uint8, array_shape)
+    with open(array_path, "r+b") as array_file:
+        os.posix_fallocate(array_file.fileno(), 0, array_path.stat().st_size)
     return pixel_array
 
 
-def _remove_split_files(temp_folder: Path, *name_endings: str) -> None:
+def _remove_split_files(temp_folder: Path, *file_endings: str) -> None:
     for split in ALL_SPLITS:
-        for name_ending in name_endings:
-            (temp_folder / f"{split}_{name_ending}").unlink(missing_ok=True)
+        for file_ending in file_endings:
+            (temp_folder / f"{split}_{file_ending}").unlink(missing_ok=True)

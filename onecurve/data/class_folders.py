@@ -25,8 +25,8 @@ IGNORED_FOLDERS = ("__MACOSX", "@eaDir", "lost+found")  # from macOS zip files, 
 DANGLING_LINKS = "dangling links"  # reason to ignore a file, as shown in messages
 SPECIAL_FILES = "special files"  # reason to ignore a file, as shown in messages
 OUTSIDE_CLASSES = "outside class folders"  # reason to ignore a file, as shown in messages
-LIST_EXTENSIONS = (".csv", ".tsv", ".jsonl")
-TABLE_EXTENSIONS = (*LIST_EXTENSIONS, ".parquet")
+LIST_EXTENSIONS = (".csv", ".tsv", ".jsonl")  # file extensions of image lists
+TABLE_EXTENSIONS = (*LIST_EXTENSIONS, ".parquet")  # file extensions of image lists and Parquet tables
 METADATA_FILES = ("metadata.csv", "metadata.jsonl")  # image lists in the Hugging Face Hub's format
 
 ImagesByClass = dict[str, list[str]]  # image paths relative to the class folder, by class name
@@ -49,12 +49,12 @@ class IgnoredFiles:
         """Return True for an image path. Record any other path as ignored unless the file is hidden."""
         if is_hidden(os.path.basename(path)):
             return False
-        extension = os.path.splitext(path)[1].lower()
-        has_image_extension = extension in IMAGE_EXTENSIONS
+        file_extension = os.path.splitext(path)[1].lower()
+        has_image_extension = file_extension in IMAGE_EXTENSIONS
         if os.path.isfile(path):
-            ignored_reason = "" if has_image_extension else extension or "without an extension"
+            ignored_reason = "" if has_image_extension else file_extension or "without an extension"
         elif os.path.islink(path):
-            ignored_reason = DANGLING_LINKS if has_image_extension else extension or DANGLING_LINKS
+            ignored_reason = DANGLING_LINKS if has_image_extension else file_extension or DANGLING_LINKS
         else:
             ignored_reason = SPECIAL_FILES
         if ignored_reason:
@@ -62,10 +62,10 @@ class IgnoredFiles:
         return not ignored_reason
 
     def __str__(self) -> str:
-        counts = ", ".join(f"{count:,} {printable(reason)}" for reason, count in self.counts.most_common())
+        file_note = ", ".join(f"{count:,} {printable(reason)}" for reason, count in self.counts.most_common())
         heic_advice = f" ({HEIC_ADVICE})" if self.counts.keys() & {*HEIC_EXTENSIONS} else ""
-        empty_folders = f"{some_of(self.empty_folders)} without images" if self.empty_folders else ""
-        return ", ".join(filter(None, (counts + heic_advice, empty_folders)))
+        empty_folders_note = f"{some_of(self.empty_folders)} without images" if self.empty_folders else ""
+        return ", ".join(filter(None, (file_note + heic_advice, empty_folders_note)))
 
 
 def is_image(file_name: str) -> bool:
@@ -83,10 +83,12 @@ def folder_names(parent: Path) -> list[str]:
 
 def split_folders(data_folder: Path) -> dict[str, str]:
     """Return the name of each split's folder in a data folder, for example {"train": "Train"}."""
-    names, folder_by_split = folder_names(data_folder), {}
+    subfolder_names, folder_by_split = folder_names(data_folder), {}
     for split in ("train", *VAL_NAMES):
-        if matches := [name for name in names if SPLIT_SPELLINGS.get(name.lower(), name.lower()) == split]:
-            folder_by_split[split] = split if split in matches else matches[0]
+        if matching_folders := [
+            name for name in subfolder_names if SPLIT_SPELLINGS.get(name.lower(), name.lower()) == split
+        ]:
+            folder_by_split[split] = split if split in matching_folders else matching_folders[0]
     return folder_by_split
 
 
@@ -140,8 +142,8 @@ def list_splits(data_folder: Path, ignored_files: IgnoredFiles) -> ListedSplits:
             )
         images_by_split[split] = drop_empty_classes(folder_name, images_by_class, ignored_files)
         if not images_by_split[split]:
-            extensions = " ".join(IMAGE_EXTENSIONS)
-            raise ValueError(f"the class folders in {split_folder} contain no images ({extensions})")
+            image_extensions = " ".join(IMAGE_EXTENSIONS)
+            raise ValueError(f"the class folders in {split_folder} contain no images ({image_extensions})")
         train_classes = images_by_split["train"].keys()
         refuse_unknown_classes(f"--data {data_folder}", folder_name, images_by_split[split], train_classes)
     return folder_by_split, images_by_split
@@ -151,7 +153,7 @@ def drop_empty_classes(
     folder_name: str, images_by_class: ImagesByClass, ignored_files: IgnoredFiles
 ) -> ImagesByClass:
     """Return the classes that contain images, and add the folders of empty classes to ignored_files."""
-    empty_classes = [name for name, image_paths in images_by_class.items() if not image_paths]
+    empty_classes = [class_folder for class_folder, image_paths in images_by_class.items() if not image_paths]
     ignored_files.empty_folders += [os.path.join(folder_name, class_name, "") for class_name in empty_classes]
     return {class_name: image_paths for class_name, image_paths in images_by_class.items() if image_paths}
 
@@ -200,7 +202,7 @@ def _folders_with_images(data_folder: Path) -> list[str]:
 def folders_beside_splits(data_folder: Path) -> list[str]:
     """Return the names of folders that contain images but are not split folders."""
     split_folder_names = split_folders(data_folder).values()
-    return [name for name in _folders_with_images(data_folder) if name not in split_folder_names]
+    return [folder for folder in _folders_with_images(data_folder) if folder not in split_folder_names]
 
 
 def used_splits(available_splits: Iterable[str]) -> dict[str, str]:
@@ -219,16 +221,16 @@ def _list_without_splits(data_folder: Path, ignored_files: IgnoredFiles) -> Imag
     images_by_class = drop_empty_classes("", list_classes(data_folder, ignored_files), ignored_files)
     if not images_by_class:
         _raise_no_classes(data_folder)
-    matches = [SPLIT_WORD.search(class_name.lower()) for class_name in images_by_class]
-    split_words = {match[1] for match in matches if match}
-    if "train" in split_words and all(matches) and len(images_by_class) > 1:
-        advice = _layout_advice(data_folder) or (
+    word_matches = [SPLIT_WORD.search(class_name.lower()) for class_name in images_by_class]
+    split_words = {word_match[1] for word_match in word_matches if word_match}
+    if "train" in split_words and all(word_matches) and len(images_by_class) > 1:
+        layout_advice = _layout_advice(data_folder) or (
             ". Rename the split folders to train/, val/ and test/,"
             " and create a folder for each class in each split folder"
         )
         raise ValueError(
             f"--data {data_folder}: the folder names {some_of(sorted(images_by_class))} refer to splits,"
-            f" not classes{advice}"
+            f" not classes{layout_advice}"
         )
     return images_by_class
 
@@ -242,19 +244,19 @@ def training_problem(data_folder: Path, class_name: str, image_paths: Sequence[s
         image_paths: Image paths, relative to the class folder.
     """
     class_folder = data_folder / class_name
-    advice = f"If the class folders are in {printable(class_name)}, use --data {printable(class_folder)}"
-    if not any(os.sep in path for path in image_paths):
-        advice = "A classifier needs at least two class folders"
+    data_advice = f"If the class folders are in {printable(class_name)}, use --data {printable(class_folder)}"
+    if not any(os.sep in image_path for image_path in image_paths):
+        data_advice = "A classifier needs at least two class folders"
     return (
         f"--data {data_folder} contains images in only one folder, {printable(class_name)}."
-        f" {advice}{_layout_advice(data_folder)}"
+        f" {data_advice}{_layout_advice(data_folder)}"
     )
 
 
 def _raise_no_classes(data_folder: Path) -> NoReturn:
     """Raise ValueError for a folder without class folders, with advice for the folder's layout."""
     if parquet_files := sorted((*data_folder.glob("*.parquet"), *data_folder.glob("*/*.parquet"))):
-        parquet_names = [path.relative_to(data_folder) for path in parquet_files]
+        parquet_names = [parquet_file.relative_to(data_folder) for parquet_file in parquet_files]
         raise ValueError(
             f"--data {data_folder} contains parquet files ({some_of(parquet_names, 3)})"
             " but no train-*.parquet. Rename the training files to train-*.parquet"
@@ -275,7 +277,7 @@ def _layout_advice(data_folder: Path) -> str:
             f" --format index --data {quoted_data} --out {quoted_index}, and then use --data {quoted_index}"
         )
     table_files = find_table_files(data_folder)
-    if list_files := [str(path) for path in table_files if path.suffix.lower() in LIST_EXTENSIONS]:
+    if list_files := [str(table) for table in table_files if table.suffix.lower() in LIST_EXTENSIONS]:
         return printable(f". To use a list of images, pass --data {' or '.join(list_files)}")
     ignored_files = IgnoredFiles()
     list_images(data_folder, ignored_files)
@@ -287,33 +289,33 @@ def metadata_files(data_folder: Path) -> dict[str, Path]:
 
     The result is empty if the training folder contains no list or more than one subfolder.
     """
-    folder_by_split = {split: data_folder / name for split, name in split_folders(data_folder).items()}
+    folder_by_split = {split: data_folder / folder for split, folder in split_folders(data_folder).items()}
     if "train" not in folder_by_split or len(folder_names(folder_by_split["train"])) > 1:
         return {}
-    candidates = [
-        (split, folder / name) for split, folder in folder_by_split.items() for name in METADATA_FILES
+    possible_lists = [
+        (split, parent / name) for split, parent in folder_by_split.items() for name in METADATA_FILES
     ]
-    list_by_split = {split: list_file for split, list_file in candidates if list_file.is_file()}
+    list_by_split = {split: list_file for split, list_file in possible_lists if list_file.is_file()}
     return list_by_split if "train" in list_by_split else {}
 
 
 def find_table_files(data_folder: Path) -> list[Path]:
     """Return a folder's table files, training tables first, excluding Kaggle's sample submissions."""
 
-    def sort_key(path: Path) -> tuple[bool, str]:
-        is_training_table = path.name.lower().startswith(("train", "label"))
-        return not is_training_table, path.name
+    def sort_key(table_path: Path) -> tuple[bool, str]:
+        is_training_table = table_path.name.lower().startswith(("train", "label"))
+        return not is_training_table, table_path.name
 
-    visible_files = [path for path in data_folder.iterdir() if not is_hidden(path.name)]
-    table_files = [path for path in visible_files if path.suffix.lower() in TABLE_EXTENSIONS]
-    return sorted((path for path in table_files if "submission" not in path.name.lower()), key=sort_key)
+    visible_files = [file_path for file_path in data_folder.iterdir() if not is_hidden(file_path.name)]
+    table_files = [file_path for file_path in visible_files if file_path.suffix.lower() in TABLE_EXTENSIONS]
+    return sorted((table for table in table_files if "submission" not in table.name.lower()), key=sort_key)
 
 
 def find_lone_table(data_folder: Path) -> Path | None:
     """Return the only table file in a folder, or None if the folder may contain class folders."""
     table_files = find_table_files(data_folder)
     subfolders = folder_names(data_folder)
-    has_nested_folders = any(folder_names(data_folder / name) for name in subfolders)
+    has_nested_folders = any(folder_names(data_folder / subfolder) for subfolder in subfolders)
     may_be_classes = len(subfolders) > len(split_folders(data_folder)) and len(subfolders) > 1
     return table_files[0] if len(table_files) == 1 and not has_nested_folders and not may_be_classes else None
 
@@ -332,23 +334,23 @@ def list_classes(parent: Path, ignored_files: IgnoredFiles) -> ImagesByClass:
     Raises:
         ValueError: If a link points to one of its parent folders.
     """
-    with os.scandir(parent) as entries:
-        paths_outside_classes = [entry.path for entry in entries if not entry.is_dir()]
+    with os.scandir(parent) as dir_entries:
+        paths_outside_classes = [dir_entry.path for dir_entry in dir_entries if not dir_entry.is_dir()]
     for image_path in filter(ignored_files.accept_or_record, paths_outside_classes):
         ignored_files.add(OUTSIDE_CLASSES, image_path)
-    return {name: list_images(parent / name, ignored_files) for name in folder_names(parent)}
+    return {folder: list_images(parent / folder, ignored_files) for folder in folder_names(parent)}
 
 
 def list_images(folder: Path, ignored_files: IgnoredFiles) -> list[str]:
     """Return the sorted paths of all images in a folder and its subfolders, relative to that folder."""
     image_paths: list[str] = []
-    for parent, subfolders, file_names in os.walk(folder, onerror=_raise_error, followlinks=True):
+    for parent_folder, subfolder_names, file_names in os.walk(folder, onerror=_raise_error, followlinks=True):
         # os.walk skips the removed names
-        subfolders[:] = [name for name in subfolders if not is_hidden(name)]
-        for subfolder in (Path(parent, name) for name in subfolders):
+        subfolder_names[:] = [child for child in subfolder_names if not is_hidden(child)]
+        for subfolder in (Path(parent_folder, child) for child in subfolder_names):
             if is_link_to_parent(subfolder):
                 raise ValueError(f"{subfolder} is a link to one of its parent folders. Remove the link")
-        file_paths = (os.path.join(parent, file_name) for file_name in file_names)
+        file_paths = (os.path.join(parent_folder, file_name) for file_name in file_names)
         image_paths += filter(ignored_files.accept_or_record, file_paths)
     folder_prefix = os.path.join(folder, "")
     return sorted(image_path.removeprefix(folder_prefix) for image_path in image_paths)

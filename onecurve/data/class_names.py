@@ -63,7 +63,7 @@ class ClassMatch:
     def absent(self) -> tuple[str, ...]:
         """Names of the model's classes that are missing from the data."""
         present_labels = set(self.labels.tolist())
-        return tuple(name for label, name in enumerate(self.model) if label not in present_labels)
+        return tuple(class_name for label, class_name in enumerate(self.model) if label not in present_labels)
 
     def refuse_unknown(self, data_name: str, model_name: str) -> None:
         """Raise ValueError if the data contains classes that the model was not trained on.
@@ -137,15 +137,17 @@ def match_classes(
     refuse_duplicates(data_classes, "the data")
     label_by_name = {alias: label for alias, label in label_by_alias.items() if alias_counts[alias] == 1}
     label_by_name |= {_normalise(first_name): label for label, first_name in enumerate(first_names)}
-    labels = np.array([label_by_name.get(_normalise(name), NEW_CLASS) for name in data_classes], np.int64)
-    for label, count in Counter(labels.tolist()).items():
-        if count > 1 and label != NEW_CLASS:
-            same_class_names = [data_classes[index] for index in np.flatnonzero(labels == label)]
+    model_labels = np.array(
+        [label_by_name.get(_normalise(data_class), NEW_CLASS) for data_class in data_classes], np.int64
+    )
+    for label, match_count in Counter(model_labels.tolist()).items():
+        if match_count > 1 and label != NEW_CLASS:
+            same_class_names = [data_classes[index] for index in np.flatnonzero(model_labels == label)]
             raise ValueError(
                 f"the data contains {some_of(same_class_names)} as separate classes,"
                 " but these names belong to one class of the model. Merge these classes in the data"
             )
-    return ClassMatch(tuple(first_names), data_classes, labels)
+    return ClassMatch(tuple(first_names), data_classes, model_labels)
 
 
 def refuse_duplicates(class_names: Sequence[str], owner_name: str) -> None:

@@ -62,14 +62,14 @@ class ImageStats(NamedTuple):
 
 def sample_images(splits: Iterable[EncodedImages]) -> list[list[ImageStats]]:
     """Decode SAMPLED_IMAGES evenly spaced images of each split, and skip images that can't be decoded."""
-    sampled_stats = []
-    for images in splits:
+    stats_by_split = []
+    for split_images in splits:
         split_stats: list[ImageStats] = []
-        for index in np.unique(np.linspace(0, len(images) - 1, SAMPLED_IMAGES).astype(int)):
+        for index in np.unique(np.linspace(0, len(split_images) - 1, SAMPLED_IMAGES).astype(int)):
             with suppress(ValueError):
-                split_stats.append(image_stats(images.content(index), images.decode(index)))
-        sampled_stats.append(split_stats)
-    return sampled_stats
+                split_stats.append(image_stats(split_images.content(index), split_images.decode(index)))
+        stats_by_split.append(split_stats)
+    return stats_by_split
 
 
 def image_stats(encoded_image: bytes, pixels: np.ndarray) -> ImageStats:
@@ -81,14 +81,14 @@ def image_stats(encoded_image: bytes, pixels: np.ndarray) -> ImageStats:
     """
     if encoded_image[:2] == JPEG_PREFIX:
         return ImageStats(pixels.shape, _value_range(pixels))
-    image = open_image(encoded_image)
+    pil_image = open_image(encoded_image)
     range_16_bit, hidden_detail, repeated_palette = None, None, None
-    if is_16_bit(image):
-        range_16_bit = _value_range(np.asarray(image))
-    elif image.mode == "P":
-        repeated_palette = _count_repeated_colours(image)
-    if image.has_transparency_data and range_16_bit is None:
-        hidden_detail = _find_hidden_detail(np.asarray(image.convert("RGBA")), pixels)
+    if is_16_bit(pil_image):
+        range_16_bit = _value_range(np.asarray(pil_image))
+    elif pil_image.mode == "P":
+        repeated_palette = _count_repeated_colours(pil_image)
+    if pil_image.has_transparency_data and range_16_bit is None:
+        hidden_detail = _find_hidden_detail(np.asarray(pil_image.convert("RGBA")), pixels)
     return ImageStats(pixels.shape, _value_range(pixels), range_16_bit, hidden_detail, repeated_palette)
 
 
@@ -101,32 +101,32 @@ def conversion_warnings(sampled_stats: Sequence[ImageStats], is_cropped: bool) -
     """
     if not sampled_stats:
         return []
-    messages: list[str] = []
-    sampled_images = plural(len(sampled_stats), "sampled image")
+    warning_messages: list[str] = []
+    sample_phrase = plural(len(sampled_stats), "sampled image")
     opaque_stats = [stats for stats in sampled_stats if not (stats.hidden_detail or stats.repeated_palette)]
     low_level, high_level = _common_range([stats.level_range for stats in opaque_stats] or [(0, MAX_LEVEL)])
     if high_level - low_level < MIN_KEPT_FRACTION * MAX_LEVEL:
-        file_range = ""
+        file_range_note = ""
         if ranges_16_bit := [stats.range_16_bit for stats in opaque_stats if stats.range_16_bit]:
-            min_value, max_value = _common_range(ranges_16_bit)
-            file_range = f". The files contain 16-bit values from {min_value:,} to {max_value:,}"
-        messages.append(
-            f"the pixels of {sampled_images} use only levels {low_level} to {high_level} of 255"
-            f" after conversion to 8 bits{file_range}."
+            min_16_bit, max_16_bit = _common_range(ranges_16_bit)
+            file_range_note = f". The files contain 16-bit values from {min_16_bit:,} to {max_16_bit:,}"
+        warning_messages.append(
+            f"the pixels of {sample_phrase} use only levels {low_level} to {high_level} of 255"
+            f" after conversion to 8 bits{file_range_note}."
             " Rescale the pixel values to the full range before training"
         )
     if hidden_details := _drop_rare([stats.hidden_detail for stats in sampled_stats]):
         transparent_share, min_colour, max_colour = max(hidden_details)
-        messages.append(
-            f"{len(hidden_details):,} of {sampled_images} contain details in transparent areas,"
+        warning_messages.append(
+            f"{len(hidden_details):,} of {sample_phrase} contain details in transparent areas,"
             f" which are converted to white (up to {transparent_share:.0%} of the pixels,"
             f" with colours from {min_colour} to {max_colour})."
             " Save these images without transparency, in the colours that the model should see"
         )
     if repeated_palettes := _drop_rare([stats.repeated_palette for stats in sampled_stats]):
-        most_repeated = max(repeated_palettes, key=lambda counts: counts.index_count / counts.colour_count)
-        messages.append(
-            f"{len(repeated_palettes):,} of {sampled_images} have a palette in which several indices share"
+        most_repeated = max(repeated_palettes, key=lambda palette: palette.index_count / palette.colour_count)
+        warning_messages.append(
+            f"{len(repeated_palettes):,} of {sample_phrase} have a palette in which several indices share"
             f" a colour, for example {most_repeated.index_count} indices with"
             f" {plural(most_repeated.colour_count, 'colour')}."
             " If the indices carry information, as in label maps, save them as grey values"
@@ -134,18 +134,18 @@ def conversion_warnings(sampled_stats: Sequence[ImageStats], is_cropped: bool) -
     long_shapes = _drop_rare([stats.shape if stats.is_long else None for stats in sampled_stats])
     if is_cropped and long_shapes:
         height, width, _ = max(long_shapes, key=lambda shape: max(shape) / min(shape[:2]))
-        messages.append(
-            f"{len(long_shapes):,} of {sampled_images} are longer than 4 times their shorter side,"
+        warning_messages.append(
+            f"{len(long_shapes):,} of {sample_phrase} are longer than 4 times their shorter side,"
             f" for example {width:,} x {height:,} pixels."
             " A central crop shows less than a quarter of each of these images. Pad or split these images"
         )
-    return messages
+    return warning_messages
 
 
 def _drop_rare(image_properties: Sequence[Property | None]) -> list[Property]:
     """Return the properties that are not None, or [] if their share is below MIN_AFFECTED_SHARE."""
-    affected = [image_property for image_property in image_properties if image_property is not None]
-    return affected if len(affected) >= MIN_AFFECTED_SHARE * len(image_properties) else []
+    properties = [image_property for image_property in image_properties if image_property is not None]
+    return properties if len(properties) >= MIN_AFFECTED_SHARE * len(image_properties) else []
 
 
 def _common_range(image_ranges: Sequence[tuple[int, int]]) -> tuple[int, int]:
@@ -158,24 +158,24 @@ def _common_range(image_ranges: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 def _value_range(pixel_values: np.ndarray) -> tuple[int, int]:
     sampled_values = pixel_values.reshape(-1)[:: max(1, pixel_values.size // SAMPLED_VALUES)]
-    percentiles = (OUTLIER_PERCENT, 100 - OUTLIER_PERCENT)
-    low_value, high_value = np.percentile(sampled_values, percentiles, method="nearest")
+    range_percentiles = (OUTLIER_PERCENT, 100 - OUTLIER_PERCENT)
+    low_value, high_value = np.percentile(sampled_values, range_percentiles, method="nearest")
     return int(low_value), int(high_value)
 
 
-def _find_hidden_detail(rgba: np.ndarray, pixels: np.ndarray) -> HiddenDetail | None:
+def _find_hidden_detail(rgba_pixels: np.ndarray, decoded_pixels: np.ndarray) -> HiddenDetail | None:
     """Return the share of transparent pixels and their colour range, or None if no detail is hidden.
 
     A white background hides detail if fully transparent pixels have visible colours. It also hides detail if
     the colour or alpha contrast disappears, for example in a white drawing with an alpha channel.
     """
-    colours, alpha = rgba[..., :3], rgba[..., 3]
+    colours, alpha = rgba_pixels[..., :3], rgba_pixels[..., 3]
     is_transparent = alpha < 255
     if not is_transparent.any():
         return None
     erased_colours = colours[alpha == 0]
     has_erased_detail = len(erased_colours) >= alpha.size / 100 and erased_colours.std() >= VISIBLE_STD
-    if has_erased_detail or pixels.std() < MIN_KEPT_FRACTION * max(colours.std(), alpha.std()):
+    if has_erased_detail or decoded_pixels.std() < MIN_KEPT_FRACTION * max(colours.std(), alpha.std()):
         min_colour, max_colour = _value_range(erased_colours if has_erased_detail else colours)
         return HiddenDetail(float(is_transparent.mean()), min_colour, max_colour)
     return None

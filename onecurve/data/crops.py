@@ -96,9 +96,9 @@ def evaluation_crop(image: np.ndarray, crop_size: int, crop: Crop = IMAGENET_CRO
 def _pad_to_min_side(image: np.ndarray, min_side: int, fill_colour: tuple[int, ...]) -> np.ndarray:
     """Add a border to an image so that both sides are at least `min_side` pixels long."""
     height, width = image.shape[:2]
-    top, left = (max(0, min_side - side) // 2 for side in (height, width))
+    top_border, left_border = (max(0, min_side - side) // 2 for side in (height, width))
     padded_image = np.full((max(height, min_side), max(width, min_side), 3), fill_colour, np.uint8)
-    padded_image[top : top + height, left : left + width] = image
+    padded_image[top_border : top_border + height, left_border : left_border + width] = image
     return padded_image
 
 
@@ -125,7 +125,7 @@ def _skip_extra_pixels(image: np.ndarray) -> np.ndarray:
     return image[::row_step, ::column_step]
 
 
-def _resize_by_torch(image: np.ndarray, height: int, width: int, interpolation: str) -> np.ndarray:
+def _resize_by_torch(image: np.ndarray, new_height: int, new_width: int, interpolation: str) -> np.ndarray:
     """Resize uint8 pixels with antialiasing. Bilinear pixels differ from PIL's by at most 1 of 255."""
     import torch
     import torch.nn.functional as F
@@ -134,11 +134,11 @@ def _resize_by_torch(image: np.ndarray, height: int, width: int, interpolation: 
     # permutation would change the strides, so torch would use a kernel that computes the same pixels but
     # takes more than twice as long.
     image_batch = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
-    resized_batch = F.interpolate(image_batch, (height, width), mode=interpolation, antialias=True)
+    resized_batch = F.interpolate(image_batch, (new_height, new_width), mode=interpolation, antialias=True)
     return resized_batch[0].permute(1, 2, 0).numpy()
 
 
-def _resize_by_pil(image: np.ndarray, height: int, width: int, interpolation: str) -> np.ndarray:
+def _resize_by_pil(image: np.ndarray, new_height: int, new_width: int, interpolation: str) -> np.ndarray:
     """Resize uint8 pixels with PIL, like timm.
 
     torch's bicubic pixels differ from PIL's by up to 11 of 255 in crops that Pillow 13 resizes vertically
@@ -148,5 +148,5 @@ def _resize_by_pil(image: np.ndarray, height: int, width: int, interpolation: st
     from PIL import Image
 
     resampling = Image.Resampling[interpolation.upper()]
-    resized_image = Image.fromarray(image).resize((width, height), resampling)
+    resized_image = Image.fromarray(image).resize((new_width, new_height), resampling)
     return np.array(resized_image)  # a copy, because torch warns about read-only memory

@@ -21,7 +21,7 @@ from onecurve.upstream.packages_ import allow_large_texts
 if TYPE_CHECKING:
     from PIL import Image
 
-JPEG_PREFIX = b"\xff\xd8"
+JPEG_PREFIX = b"\xff\xd8"  # first two bytes of a JPEG file
 # File extensions of each PIL format. PIL may open only these formats, because opening an EPS file would start
 # Ghostscript, and document formats do not contain photographs.
 EXTENSIONS_BY_FORMAT = {
@@ -142,9 +142,9 @@ def detect_simplejpeg() -> bool:
     return is_installed
 
 
-def _decoding_error(content: bytes) -> str | None:
+def _decoding_error(encoded_image: bytes) -> str | None:
     try:
-        decode_image(content)
+        decode_image(encoded_image)
     except ValueError as error:
         return str(error)
     return None
@@ -166,33 +166,33 @@ def jpeg_frame(content: bytes) -> JpegFrame | None:
         ValueError: If the header contains more than MAX_PADDING bytes of padding, which PIL would read byte
             by byte.
     """
-    offset = 2 if content[:2] == JPEG_PREFIX else len(content)
-    while offset + _FRAME_HEADER_BYTES <= len(content) and content[offset] == 0xFF:
-        marker = content[offset + 1]
-        if marker in _FRAME_MARKERS:
-            return _parse_frame_header(content, offset)
-        if marker == 0xFF:
-            marker_match = _PADDING_PATTERN.match(content, offset)
+    marker_offset = 2 if content[:2] == JPEG_PREFIX else len(content)
+    while marker_offset + _FRAME_HEADER_BYTES <= len(content) and content[marker_offset] == 0xFF:
+        marker_byte = content[marker_offset + 1]
+        if marker_byte in _FRAME_MARKERS:
+            return _parse_frame_header(content, marker_offset)
+        if marker_byte == 0xFF:
+            marker_match = _PADDING_PATTERN.match(content, marker_offset)
             padding_bytes = len(marker_match[0]) - 1  # type: ignore[index]  # always matches here
             if padding_bytes > MAX_PADDING:
                 raise ValueError(
                     f"the header contains {padding_bytes:,} bytes of padding."
                     f" At most {MAX_PADDING:,} bytes are supported"
                 )
-            offset += padding_bytes
+            marker_offset += padding_bytes
         else:  # any other segment before the frame starts with its length, which includes the length field
-            segment_bytes = int.from_bytes(content[offset + 2 : offset + 4])
-            offset += 2 + segment_bytes
+            segment_bytes = int.from_bytes(content[marker_offset + 2 : marker_offset + 4])
+            marker_offset += 2 + segment_bytes
     return None
 
 
-def _parse_frame_header(content: bytes, marker_offset: int) -> JpegFrame:
-    marker = content[marker_offset + 1]
-    height = int.from_bytes(content[marker_offset + 5 : marker_offset + 7])
-    width = int.from_bytes(content[marker_offset + 7 : marker_offset + 9])
-    component_count = content[marker_offset + 9]
-    factor_bytes = content[marker_offset + 11 : marker_offset + 10 + 3 * component_count : 3]
-    sampling_factors = [(byte >> 4, byte & 15) for byte in factor_bytes]  # horizontal, vertical
+def _parse_frame_header(jpeg_bytes: bytes, marker_offset: int) -> JpegFrame:
+    marker_byte = jpeg_bytes[marker_offset + 1]
+    height = int.from_bytes(jpeg_bytes[marker_offset + 5 : marker_offset + 7])
+    width = int.from_bytes(jpeg_bytes[marker_offset + 7 : marker_offset + 9])
+    component_count = jpeg_bytes[marker_offset + 9]
+    factor_bytes = jpeg_bytes[marker_offset + 11 : marker_offset + 10 + 3 * component_count : 3]
+    sampling_factors = [(factors >> 4, factors & 15) for factors in factor_bytes]  # horizontal, vertical
     max_horizontal = max((horizontal for horizontal, _ in sampling_factors), default=0)
     max_vertical = max((vertical for _, vertical in sampling_factors), default=0)
     block_count = 0
@@ -201,7 +201,7 @@ def _parse_frame_header(content: bytes, marker_offset: int) -> JpegFrame:
             blocks_across = math.ceil(width * horizontal / (8 * max_horizontal))
             blocks_down = math.ceil(height * vertical / (8 * max_vertical))
             block_count += blocks_across * blocks_down
-    min_bytes = block_count // 8 if marker <= _LAST_HUFFMAN_MARKER else 0
+    min_bytes = block_count // 8 if marker_byte <= _LAST_HUFFMAN_MARKER else 0
     return JpegFrame(height, width, component_count, min_bytes)
 
 
@@ -223,10 +223,10 @@ def _refuse_oversized(width: int, height: int) -> None:
         )
 
 
-def _decode_by_pil(content: bytes) -> np.ndarray:
+def _decode_by_pil(encoded_image: bytes) -> np.ndarray:
     from PIL import Image, ImageOps
 
-    image = open_image(content)
+    image = open_image(encoded_image)
     has_16_bits = is_16_bit(image)
     try:
         image = ImageOps.exif_transpose(image)
@@ -267,7 +267,7 @@ def open_image(content: bytes) -> "Image.Image":
     allow_large_texts()
     if not content:
         raise ValueError("the file is empty")
-    allowed_formats = [name for name in EXTENSIONS_BY_FORMAT if name != "HEIF"]
+    allowed_formats = [format_name for format_name in EXTENSIONS_BY_FORMAT if format_name != "HEIF"]
     if "HEIF" in EXTENSIONS_BY_FORMAT and content[4:8] == b"ftyp":
         _register_heif()
         allowed_formats.append("HEIF")

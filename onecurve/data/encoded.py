@@ -35,12 +35,12 @@ def save_images(
     <split>_offsets.npy  int64 [N + 1], the start of each item and the end of the last item
     <split>_items.json   "root" (folder of the image files, or null) and "parts" (list of [table, rows])
     """
-    offsets = array("q", [0])
+    item_offsets = array("q", [0])
     with open(folder / f"{split}_items.bin", "wb") as items_file:
         for item in items:
             items_file.write(item)
-            offsets.append(offsets[-1] + len(item))
-    np.save(folder / f"{split}_offsets.npy", np.asarray(offsets))
+            item_offsets.append(item_offsets[-1] + len(item))
+    np.save(folder / f"{split}_offsets.npy", np.asarray(item_offsets))
     item_origins = {"root": None if root is None else str(root), "parts": tables}
     (folder / f"{split}_items.json").write_text(json.dumps(item_origins))
 
@@ -77,24 +77,24 @@ class EncodedImages(ABC):
     @retried
     def size(self, index: int) -> int:
         """Return the length of `content(index)` in bytes."""
-        file, _, length = self.location(index)
-        return os.path.getsize(file) if length == WHOLE_FILE else length
+        image_file, _, image_length = self.location(index)
+        return os.path.getsize(image_file) if image_length == WHOLE_FILE else image_length
 
     @retried
     def content(self, index: int) -> bytes:
         """Return the encoded bytes of image i, or raise an OSError that names the file."""
-        file, offset, length = self.location(index)
+        image_file, byte_offset, image_length = self.location(index)
         try:
             if self.open_file:
-                return os.pread(self.open_file.fileno(), length, offset)
-            with open(file, "rb", buffering=0) as opened_file:
-                opened_file.seek(offset)
-                content = opened_file.read(length)
+                return os.pread(self.open_file.fileno(), image_length, byte_offset)
+            with open(image_file, "rb", buffering=0) as opened_file:
+                opened_file.seek(byte_offset)
+                encoded_image = opened_file.read(image_length)
         except OSError as error:
-            raise OSError(error.errno, error.strerror, file) from None
-        if len(content) < length:
-            raise OSError(f"{file} is shorter than its index specifies. Prepare the data again")
-        return content
+            raise OSError(error.errno, error.strerror, image_file) from None
+        if len(encoded_image) < image_length:
+            raise OSError(f"{image_file} is shorter than its index specifies. Prepare the data again")
+        return encoded_image
 
     def decode(self, index: int, strict: bool = False) -> np.ndarray:
         """Decode one image.
@@ -111,11 +111,11 @@ class EncodedImages(ABC):
             ValueError: If the image can't be decoded. The message contains the image's name.
             OSError: If the image's file can't be read.
         """
-        content = self.content(index)
+        encoded_image = self.content(index)
         try:
-            pixels = decode_image(content)
-            is_checked = strict and content[:2] == JPEG_PREFIX
-            if is_checked and (damage := find_damage(content)):
+            pixels = decode_image(encoded_image)
+            is_jpeg_checked = strict and encoded_image[:2] == JPEG_PREFIX
+            if is_jpeg_checked and (damage := find_damage(encoded_image)):
                 raise DamagedImage(damage)
             return pixels
         except ValueError as error:

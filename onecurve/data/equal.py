@@ -24,7 +24,7 @@ class DuplicateImages:
 
     def __init__(self, parts: Sequence[EncodedImages]):
         self.parts, self.part_starts = parts, np.cumsum([0, *map(len, parts)])
-        sizes_bytes = np.concatenate([[images.size(i) for i in range(len(images))] for images in parts])
+        sizes_bytes = np.concatenate([[part.size(i) for i in range(len(part))] for part in parts])
         _, size_numbers, size_counts = np.unique(sizes_bytes, return_inverse=True, return_counts=True)
         self.hashed_positions = np.flatnonzero(size_counts[size_numbers] > 1)
         positions = self.hashed_positions.tolist()
@@ -37,7 +37,7 @@ class DuplicateImages:
         Args:
             split_names: Names of the evaluated splits, in the order of `parts`.
         """
-        messages: list[str] = []
+        warning_messages: list[str] = []
         is_training = self.hashed_positions < self.part_starts[1]
         training_groups = self.group_numbers[is_training]
         evaluated_starts, evaluated_ends = self.part_starts[1:], self.part_starts[2:]
@@ -47,15 +47,15 @@ class DuplicateImages:
             if len(shared_indices):
                 has_same_bytes = self.group_numbers == self.group_numbers[shared_indices[0]]
                 training_copies = np.flatnonzero(is_training & has_same_bytes)
-                example = (
+                example_pair = (
                     f"{self._display_name(shared_indices[0])} and {self._display_name(training_copies[0])}"
                 )
-                messages.append(
+                warning_messages.append(
                     f"{len(shared_indices):,} of the {end - start:,} {split_name} images are also training"
-                    f" images, for example {example}. The measured accuracy will be too high."
+                    f" images, for example {example_pair}. The measured accuracy will be too high."
                     " Remove these images from one of the two splits"
                 )
-        return messages
+        return warning_messages
 
     def class_warnings(self, labels: np.ndarray, class_names: Sequence[str]) -> list[str]:
         """Return a warning if images with identical bytes have different labels.
@@ -65,27 +65,27 @@ class DuplicateImages:
             class_names: Class names in label order.
         """
         hashed_labels = labels[self.hashed_positions]
-        order = np.lexsort((hashed_labels, self.group_numbers))
-        is_same_group = np.diff(self.group_numbers[order]) == 0
-        is_other_label = np.diff(hashed_labels[order]) != 0
-        conflicts = np.flatnonzero(is_same_group & is_other_label)
-        if not len(conflicts):
+        sorted_indices = np.lexsort((hashed_labels, self.group_numbers))
+        is_same_group = np.diff(self.group_numbers[sorted_indices]) == 0
+        is_other_label = np.diff(hashed_labels[sorted_indices]) != 0
+        conflict_starts = np.flatnonzero(is_same_group & is_other_label)
+        if not len(conflict_starts):
             return []
-        conflicting_groups = self.group_numbers[order[conflicts]]
+        conflicting_groups = self.group_numbers[sorted_indices[conflict_starts]]
         conflicting_count = np.isin(self.group_numbers, conflicting_groups).sum()
-        first_conflict = order[conflicts[0] : conflicts[0] + 2]
-        example = " and ".join(
-            f"{self._display_name(index)} ({printable(class_names[hashed_labels[index]])})"
-            for index in first_conflict
+        first_conflict = sorted_indices[conflict_starts[0] : conflict_starts[0] + 2]
+        example_pair = " and ".join(
+            f"{self._display_name(hashed_index)} ({printable(class_names[hashed_labels[hashed_index]])})"
+            for hashed_index in first_conflict
         )
         return [
             f"{conflicting_count:,} images have contradictory labels,"
             " because identical files belong to different classes,"
-            f" for example {example}. Correct the labels or remove these images"
+            f" for example {example_pair}. Correct the labels or remove these images"
         ]
 
-    def _read_content(self, position: int) -> bytes:
-        part_images, index_in_part = self._locate(position)
+    def _read_content(self, image_position: int) -> bytes:
+        part_images, index_in_part = self._locate(image_position)
         return part_images.content(index_in_part)
 
     def _display_name(self, hashed_index: int) -> str:
@@ -93,7 +93,7 @@ class DuplicateImages:
         part_images, index_in_part = self._locate(self.hashed_positions[hashed_index])
         return part_images.display_name(index_in_part)
 
-    def _locate(self, position: int) -> tuple[EncodedImages, int]:
+    def _locate(self, image_position: int) -> tuple[EncodedImages, int]:
         """Return the element of `parts` that contains an image position, and the image's index in it."""
-        part_index = int(np.searchsorted(self.part_starts, position, side="right")) - 1
-        return self.parts[part_index], int(position - self.part_starts[part_index])
+        part_index = int(np.searchsorted(self.part_starts, image_position, side="right")) - 1
+        return self.parts[part_index], int(image_position - self.part_starts[part_index])

@@ -86,8 +86,8 @@ class Images:
             divisors = np.sqrt(class_counts).sum() * np.sqrt(nonzero_counts)
         else:
             divisors = np.count_nonzero(class_counts) * nonzero_counts
-        weights = len(self.train) / divisors * (class_counts > 0)
-        return torch.from_numpy(weights.astype(np.float32)).to(device)
+        class_weights = len(self.train) / divisors * (class_counts > 0)
+        return torch.from_numpy(class_weights.astype(np.float32)).to(device)
 
     @property
     def evaluated(self) -> dict[str, Split]:
@@ -112,11 +112,11 @@ def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluation_only: bool
         ValueError: If the data can't be used.
     """
     now.enter(OPENING_DATA)
-    prepare = partial(prepare_cache, recipe, is_evaluation_only=is_evaluation_only)
-    prepared = once(accelerator, "data", prepare, recipe.timeout_s, per_host=True)
-    # `prepared` is a list, not a PreparedData, if received as JSON from another process.
-    folder, ignored_files_note = prepared
-    images = open_images(Path(folder), recipe)
+    prepare_images = partial(prepare_cache, recipe, is_evaluation_only=is_evaluation_only)
+    prepared_data = once(accelerator, "data", prepare_images, recipe.timeout_s, per_host=True)
+    # `prepared_data` is a list, not a PreparedData, if received as JSON from another process.
+    cache_folder, ignored_files_note = prepared_data
+    images = open_images(Path(cache_folder), recipe)
     if len(images.classes) < 2 and not is_evaluation_only:
         only_class = images.classes[0]
         raise ValueError(
@@ -128,16 +128,16 @@ def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluation_only: bool
         "data": [images.source, type(images.train).__name__],
         "classes": images.classes,
     }
-    for split_name, labels in {"training": train_labels, **evaluated_labels}.items():
-        compared_facts[f"{split_name} images"] = len(labels)
+    for split_name, compared_labels in {"training": train_labels, **evaluated_labels}.items():
+        compared_facts[f"{split_name} images"] = len(compared_labels)
     if not isinstance(images.train, ArraySplit):  # decoders may differ in the last bits of pixels
         compared_facts["the decoder of JPEGs"] = "torchcodec" if torchcodec_decoder() else "PIL"
     agree(accelerator, compared_facts)
     train_name = "training" if images.val is not images.train else ""
-    split_labels = {train_name: train_labels, **evaluated_labels}
-    accelerator.print(data_summary(recipe.data, split_labels, len(images.classes), ignored_files_note))
-    for warning in (*label_warnings(train_labels, evaluated_labels, images.classes), *images.flaws):
-        accelerator.print(f"warning: {warning}")
+    labels_by_split = {train_name: train_labels, **evaluated_labels}
+    accelerator.print(data_summary(recipe.data, labels_by_split, len(images.classes), ignored_files_note))
+    for data_warning in (*label_warnings(train_labels, evaluated_labels, images.classes), *images.flaws):
+        accelerator.print(f"warning: {data_warning}")
     now.enter(BUILDING_MODEL)
     return images
 
@@ -189,30 +189,32 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
     )
 
 
-def _load_split_parts(folder: Path) -> list[SplitPart]:
+def _load_split_parts(cache_folder: Path) -> list[SplitPart]:
     """Return the training part, the evaluation part and, with --holdout, the data's evaluation split."""
     stored_splits = [
-        SplitPart(split, np.load(folder / f"{split}_labels.npy"), folder=folder)
+        SplitPart(split, np.load(cache_folder / f"{split}_labels.npy"), folder=cache_folder)
         for split in ALL_SPLITS
-        if (folder / f"{split}_labels.npy").exists()
+        if (cache_folder / f"{split}_labels.npy").exists()
     ]
     if not stored_splits:
         raise ValueError("it contains no labels")
-    if not part_ids_path(folder, "train").exists():
+    if not part_ids_path(cache_folder, "train").exists():
         return stored_splits
     train_split, *other_splits = stored_splits
-    part_files = [part_ids_path(folder, part) for part in SPLITS]
-    train_parts = [SplitPart("train", train_split.labels[np.load(ids)], ids, folder) for ids in part_files]
+    ids_files = [part_ids_path(cache_folder, part_name) for part_name in SPLITS]
+    train_parts = [
+        SplitPart("train", train_split.labels[np.load(ids)], ids, cache_folder) for ids in ids_files
+    ]
     return [*train_parts, *other_splits]
 
 
 def _open_shards(
-    folder: Path, shard_location: str, split_parts: list[SplitPart], recipe: ImageRecipe
+    cache_folder: Path, shard_location: str, split_parts: list[SplitPart], recipe: ImageRecipe
 ) -> list[ShardSplit]:
     """Open all splits of a sharded data set.
 
     Args:
-        folder: Cache folder of the data set.
+        cache_folder: Cache folder of the data set.
         shard_location: Folder that contains the manifest, or s3://bucket/prefix.
         split_parts: Split parts of the data set, from `_load_split_parts`.
         recipe: Recipe that contains the shard flags.
@@ -220,14 +222,14 @@ def _open_shards(
     from onecurve.data.shard_cache import ShardCache
     from onecurve.data.shards import MANIFEST, parse_manifest
 
-    manifest_file = folder / MANIFEST
+    manifest_file = cache_folder / MANIFEST
     manifest = parse_manifest(manifest_file.read_bytes(), str(manifest_file))
     shard_cache, shard_store = None, manifest.s3_prefix or shard_location
     if shard_store.startswith("s3://"):
         shards = tuple(shard for split in manifest.splits for shard in manifest.shards_in(split))
-        shard_cache = ShardCache(folder / "shards", shard_store, shards, int(recipe.cache_gib * 2**30))
+        shard_cache = ShardCache(cache_folder / "shards", shard_store, shards, int(recipe.cache_gib * 2**30))
 
-    open_split = partial(ShardSplit, folder, manifest, shard_location)
+    open_split = partial(ShardSplit, cache_folder, manifest, shard_location)
     train_part, *evaluated_parts = split_parts
     if not evaluated_parts:
         return [open_split(train_part, recipe, shard_cache)]
@@ -249,22 +251,22 @@ def data_summary(data_name: str, split_labels: SplitLabels, class_count: int, ig
         class_count: Number of classes.
         ignored_files_note: Description of the ignored files, including the reasons.
     """
-    counts = [f"{len(labels):,} {split} images".replace("  ", " ") for split, labels in split_labels.items()]
-    counts.append(f"{class_count:,} {'class' if class_count == 1 else 'classes'}")
+    phrases = [f"{len(labels):,} {split} images".replace("  ", " ") for split, labels in split_labels.items()]
+    phrases.append(f"{class_count:,} {'class' if class_count == 1 else 'classes'}")
     ignored_suffix = f"; left out: {ignored_files_note}" if ignored_files_note else ""
-    return f"data {printable(data_name)}: {', '.join(counts)}{ignored_suffix}"
+    return f"data {printable(data_name)}: {', '.join(phrases)}{ignored_suffix}"
 
 
 def label_warnings(
     train_labels: np.ndarray, evaluated_labels: SplitLabels, class_names: Sequence[str]
 ) -> list[str]:
     """Return a warning for each label property that makes the accuracy misleading."""
-    messages = []
+    warning_messages = []
     class_counts = np.bincount(train_labels, minlength=len(class_names))
     smallest_class, largest_class = int(class_counts.argmin()), int(class_counts.argmax())
     if class_counts[largest_class] >= IMBALANCE_RATIO * class_counts[smallest_class]:
         smallest_name, largest_name = class_names[smallest_class], class_names[largest_class]
-        messages.append(
+        warning_messages.append(
             "the classes are imbalanced: the training split contains"
             f" {class_counts[smallest_class]:,} images of {printable(smallest_name)},"
             f" but {class_counts[largest_class]:,} images of {printable(largest_name)}."
@@ -274,6 +276,6 @@ def label_warnings(
     for split_name, labels in evaluated_labels.items():
         class_counts = np.bincount(labels, minlength=len(class_names))
         counted_classes = zip(class_names, class_counts, strict=True)
-        if absent_classes := [class_name for class_name, count in counted_classes if not count]:
-            messages.append(f"the {split_name} split contains no images of {some_of(absent_classes)}")
-    return messages
+        if absent_classes := [class_name for class_name, image_count in counted_classes if not image_count]:
+            warning_messages.append(f"the {split_name} split contains no images of {some_of(absent_classes)}")
+    return warning_messages

@@ -17,7 +17,7 @@ from onecurve.system.text import printable
 
 FILE_COLUMNS = ("file", "filename", "file_name", "path", "filepath", "image")  # default column names
 LABEL_COLUMNS = ("label", "labels", "class", "category", "target")  # default column names
-CSV_DELIMITERS = ",;\t"
+CSV_DELIMITERS = ",;\t"  # possible delimiters; the most frequent one in the header line is used
 
 
 class ListedImage(NamedTuple):
@@ -56,8 +56,10 @@ def read_list(path: Path, columns: Columns, split: str = "train") -> list[Listed
         raise ValueError(f"--data {path} lists no images")
     list_folder = path.parent
     prefix, extension = _find_prefix_and_extension(list_folder, listed_images[0].file)
-    paths = [_stored_path(list_folder, f"{prefix}{image.file}{extension}") for image in listed_images]
-    listed_images = [image._replace(file=path) for image, path in zip(listed_images, paths, strict=True)]
+    file_paths = [_stored_path(list_folder, f"{prefix}{image.file}{extension}") for image in listed_images]
+    listed_images = [
+        image._replace(file=file_path) for image, file_path in zip(listed_images, file_paths, strict=True)
+    ]
     if missing_images := [image for image in listed_images if not (list_folder / image.file).is_file()]:
         first_missing = missing_images[0]
         raise ValueError(
@@ -83,38 +85,38 @@ def _refuse_files_with_several_labels(listed_images: list[ListedImage]) -> None:
             )
 
 
-def _parse_rows(path: Path, columns: Columns, default_split: str) -> Iterator[ListedImage]:
-    path_prefix, chosen_image, path_suffix = "", columns.image or "", ""
-    if path_pattern := re.fullmatch(r"(.*)\{(.+)\}(.*)", chosen_image):
-        path_prefix, chosen_image, path_suffix = path_pattern.groups()
-    chosen_label = (columns.label or "").lower()
+def _parse_rows(path: Path, flag_columns: Columns, default_split: str) -> Iterator[ListedImage]:
+    path_prefix, image_header, path_suffix = "", flag_columns.image or "", ""
+    if pattern_match := re.fullmatch(r"(.*)\{(.+)\}(.*)", image_header):
+        path_prefix, image_header, path_suffix = pattern_match.groups()
+    label_header = (flag_columns.label or "").lower()
     header_position = f"--data {path}: the first line"
     with open(path, newline="", encoding="utf-8-sig") as list_file:
         is_json = path.suffix.lower() == ".jsonl"
         column_names, numbered_rows = _read_json_lines(path, list_file) if is_json else _read_csv(list_file)
-        if default_split == "test" and {*column_names}.isdisjoint((*LABEL_COLUMNS, chosen_label)):
+        if default_split == "test" and {*column_names}.isdisjoint((*LABEL_COLUMNS, label_header)):
             return
         image_column = choose_column(
-            column_names, "image", chosen_image.lower(), FILE_COLUMNS, [], header_position
+            column_names, "image", image_header.lower(), FILE_COLUMNS, [], header_position
         )
-        label_column = choose_column(column_names, "label", chosen_label, LABEL_COLUMNS, [], header_position)
+        label_column = choose_column(column_names, "label", label_header, LABEL_COLUMNS, [], header_position)
         for line_number, row in numbered_rows:
-            position = f"--data {path}, line {line_number}"
+            row_position = f"--data {path}, line {line_number}"
             image_path, label = row.get(image_column), row.get(label_column)
             if not image_path or not label:
                 empty_column = label_column if image_path else image_column
-                raise ValueError(f"{position} contains no value for column {empty_column}")
+                raise ValueError(f"{row_position} contains no value for column {empty_column}")
             if is_json and label.startswith("["):
-                problem = f"the value of column {label_column} is a list"
-                raise ValueError(f"{position}: {problem}. {MULTI_LABEL_ADVICE}")
+                list_problem = f"the value of column {label_column} is a list"
+                raise ValueError(f"{row_position}: {list_problem}. {MULTI_LABEL_ADVICE}")
             split = (row.get("split", default_split) or "").strip().lower()
             if split not in ("train", *VAL_NAMES):
                 raise ValueError(
-                    f"{position}: the split is {printable(split) or 'empty'}."
+                    f"{row_position}: the split is {printable(split) or 'empty'}."
                     f" Valid splits are train, {', '.join(VAL_NAMES)}"
                 )
             completed_path = f"{path_prefix}{image_path.strip()}{path_suffix}"
-            yield ListedImage(position, split, label.strip(), completed_path)
+            yield ListedImage(row_position, split, label.strip(), completed_path)
 
 
 NumberedRows = Iterator[tuple[int, dict[str, str]]]  # line number, and values by column name
@@ -122,14 +124,14 @@ NumberedRows = Iterator[tuple[int, dict[str, str]]]  # line number, and values b
 
 def _read_csv(list_file: TextIO) -> tuple[list[str], NumberedRows]:
     """Return the column names and rows of a CSV or TSV file."""
-    header = list_file.readline()
+    header_line = list_file.readline()
     list_file.seek(0)
-    reader = csv.DictReader(list_file, delimiter=max(CSV_DELIMITERS, key=header.count))
-    reader.fieldnames = [name.strip().lower() for name in reader.fieldnames or []]
-    return list(reader.fieldnames), ((reader.line_num, row) for row in reader)
+    csv_reader = csv.DictReader(list_file, delimiter=max(CSV_DELIMITERS, key=header_line.count))
+    csv_reader.fieldnames = [column_name.strip().lower() for column_name in csv_reader.fieldnames or []]
+    return list(csv_reader.fieldnames), ((csv_reader.line_num, row) for row in csv_reader)
 
 
-def _read_json_lines(path: Path, list_file: TextIO) -> tuple[list[str], NumberedRows]:
+def _read_json_lines(list_path: Path, list_file: TextIO) -> tuple[list[str], NumberedRows]:
     """Return the column names and rows of a JSON Lines file. Values other than strings become JSON text."""
     numbered_rows = []
     for line_number, json_line in enumerate(list_file, 1):
@@ -137,11 +139,11 @@ def _read_json_lines(path: Path, list_file: TextIO) -> tuple[list[str], Numbered
             continue
         try:
             row = {}
-            for column_name, value in json.loads(json_line).items():
-                if value is not None:
-                    row[column_name.lower()] = value if isinstance(value, str) else json.dumps(value)
+            for column_name, cell in json.loads(json_line).items():
+                if cell is not None:
+                    row[column_name.lower()] = cell if isinstance(cell, str) else json.dumps(cell)
         except (ValueError, AttributeError):
-            raise ValueError(f"--data {path}, line {line_number} is not a JSON object") from None
+            raise ValueError(f"--data {list_path}, line {line_number} is not a JSON object") from None
         numbered_rows.append((line_number, row))
     column_names = dict.fromkeys(column_name for _, row in numbered_rows for column_name in row)
     return list(column_names), iter(numbered_rows)
@@ -158,10 +160,10 @@ def _find_prefix_and_extension(list_folder: Path, listed_path: str) -> tuple[str
 
     if exists(listed_path):
         return "", ""
-    prefixes = ["", *(f"{folder_name}/" for folder_name in folder_names(list_folder))]
-    candidates = itertools.product(prefixes, ("", *IMAGE_EXTENSIONS))
-    matches = [(prefix, ending) for prefix, ending in candidates if exists(f"{prefix}{listed_path}{ending}")]
-    return matches[0] if len(matches) == 1 else ("", "")
+    folder_prefixes = ["", *(f"{folder_name}/" for folder_name in folder_names(list_folder))]
+    candidates = itertools.product(folder_prefixes, ("", *IMAGE_EXTENSIONS))
+    affixes = [(prefix, ending) for prefix, ending in candidates if exists(f"{prefix}{listed_path}{ending}")]
+    return affixes[0] if len(affixes) == 1 else ("", "")
 
 
 def _stored_path(list_folder: Path, listed_path: str) -> str:
@@ -170,7 +172,7 @@ def _stored_path(list_folder: Path, listed_path: str) -> str:
     Spellings differ because Windows paths contain backslashes and macOS may store accents separately from
     letters.
     """
-    with_slashes = listed_path.replace("\\", "/")
-    normalised_paths = (unicodedata.normalize(form, with_slashes) for form in ("NFC", "NFD"))
-    spellings = (listed_path, *normalised_paths)
-    return next((path for path in spellings if (list_folder / path).is_file()), listed_path)
+    path_with_slashes = listed_path.replace("\\", "/")
+    normalised_paths = (unicodedata.normalize(form, path_with_slashes) for form in ("NFC", "NFD"))
+    path_spellings = (listed_path, *normalised_paths)
+    return next((spelling for spelling in path_spellings if (list_folder / spelling).is_file()), listed_path)

@@ -48,11 +48,11 @@ class CollectedNames:
 
     def write(self, folder: Path, split: str, reading_positions: np.ndarray) -> None:
         """Write the names in index order. `reading_positions` contains each image's position, int64 [N]."""
-        ordered_lines = BytesIO()
-        for position in reading_positions.tolist():
-            line_start, line_end = self.line_ends[position], self.line_ends[position + 1]
-            ordered_lines.write(self.encoded_lines[line_start:line_end])
-        write_bytes(folder / names_file_name(split), ordered_lines.getvalue())
+        ordered_name_lines = BytesIO()
+        for reading_position in reading_positions.tolist():
+            name_start, name_end = self.line_ends[reading_position], self.line_ends[reading_position + 1]
+            ordered_name_lines.write(self.encoded_lines[name_start:name_end])
+        write_bytes(folder / names_file_name(split), ordered_name_lines.getvalue())
 
 
 def read_names(names_content: np.ndarray | bytes, image_count: int, file_location: str) -> NameLookup:
@@ -65,17 +65,17 @@ def read_names(names_content: np.ndarray | bytes, image_count: int, file_locatio
     """
     if isinstance(names_content, bytes):
         names_content = np.frombuffer(names_content, np.uint8)
-    line_ends = np.flatnonzero(names_content == ord("\n"))
-    if len(line_ends) != image_count:
+    name_line_ends = np.flatnonzero(names_content == ord("\n"))
+    if len(name_line_ends) != image_count:
         log.warning(
-            f"warning: {file_location} contains {len(line_ends):,} names for {image_count:,} images."
+            f"warning: {file_location} contains {len(name_line_ends):,} names for {image_count:,} images."
             " Image names are not shown"
         )
         return without_names
 
     def name_of(image_index: int) -> str:
-        line_start = line_ends[image_index - 1] + 1 if image_index else 0
-        encoded_name = names_content[line_start : line_ends[image_index]].tobytes()
+        name_start = name_line_ends[image_index - 1] + 1 if image_index else 0
+        encoded_name = names_content[name_start : name_line_ends[image_index]].tobytes()
         return printable(encoded_name.decode(errors="replace"))
 
     return name_of
@@ -92,5 +92,5 @@ def without_names(_image_index: int) -> str:
     return ""
 
 
-def _encoded_line(name: str) -> bytes:
-    return f"{printable(name)}\n".encode()
+def _encoded_line(image_name: str) -> bytes:
+    return f"{printable(image_name)}\n".encode()

@@ -111,11 +111,11 @@ class ShardCache:
                 os.close(lock_fd)
             if not isinstance(error, OSError):
                 raise
-            advice = "Free disk space, reduce --cache_gib, or choose a different --cache_dir"
+            store_advice = "Free disk space, reduce --cache_gib, or choose a different --cache_dir"
             if error.errno == errno.EMFILE:
-                advice = "Raise the limit on open files (ulimit -Hn), or prepare fewer, larger shards"
-            problem = f"can't be stored in {self.cache_folder}: {error.strerror}"
-            raise ValueError(f"{shard_key} from {self.store.url} {problem}. {advice}") from error
+                store_advice = "Raise the limit on open files (ulimit -Hn), or prepare fewer, larger shards"
+            store_problem = f"can't be stored in {self.cache_folder}: {error.strerror}"
+            raise ValueError(f"{shard_key} from {self.store.url} {store_problem}. {store_advice}") from error
 
     def release_shard(self, shard_key: str, lock_fd: int) -> None:
         with suppress(OSError):
@@ -146,28 +146,28 @@ class ShardCache:
             if stop_event.is_set():
                 raise _ReaderStopped
 
-        part_path = self.shard_path(shard.file).with_name(f"{self.shard_path(shard.file).name}.part")
-        for _attempt in range(DOWNLOAD_ATTEMPTS):
-            self._make_room_for(shard, part_path, stop_event)
-            self.store.download(shard.file, part_path, shard.bytes, raise_if_stopped)
-            if sha256_of(part_path) == shard.sha256:
-                sync(part_path)
-                part_path.rename(self.shard_path(shard.file))
+        partial_path = self.shard_path(shard.file).with_name(f"{self.shard_path(shard.file).name}.part")
+        for _download_attempt in range(DOWNLOAD_ATTEMPTS):
+            self._make_room_for(shard, partial_path, stop_event)
+            self.store.download(shard.file, partial_path, shard.bytes, raise_if_stopped)
+            if sha256_of(partial_path) == shard.sha256:
+                sync(partial_path)
+                partial_path.rename(self.shard_path(shard.file))
                 return
-            part_path.unlink()
+            partial_path.unlink()
         raise ValueError(
             f"{self.store.url}/{shard.file} does not match the SHA-256 in the manifest,"
             " even after a second download. Prepare the data again, or upload the shard again"
         )
 
-    def _make_room_for(self, shard: Shard, part_path: Path, stop_event: threading.Event) -> None:
+    def _make_room_for(self, shard: Shard, partial_path: Path, stop_event: threading.Event) -> None:
         """Free space for a shard, and reserve it with a .part file. The caller must hold the lock."""
         free_space_deadline_s = time.monotonic() + FREE_SPACE_TIMEOUT_S
         while True:
-            with open(self.lock_folder / ".room", "w") as room_lock:
-                fcntl.flock(room_lock, fcntl.LOCK_EX)
+            with open(self.lock_folder / ".room", "w") as room_lock_file:
+                fcntl.flock(room_lock_file, fcntl.LOCK_EX)
                 if self._remove_shards_until(self.limit_bytes - shard.bytes, shard.file):
-                    part_path.touch()
+                    partial_path.touch()
                     return
             if time.monotonic() > free_space_deadline_s:
                 raise ValueError(
@@ -178,39 +178,39 @@ class ShardCache:
             if stop_event.wait(POLL_S):
                 raise _ReaderStopped
 
-    def _remove_shards_until(self, remaining_limit_bytes: int, excluded_key: str) -> bool:
+    def _remove_shards_until(self, remaining_limit_bytes: int, excluded_shard_key: str) -> bool:
         """Remove leftover .part files, and then the least recently used shards until the remaining shards
         fit.
 
         Args:
             remaining_limit_bytes: Maximum total size of the remaining shards in bytes.
-            excluded_key: Shard to be fetched, which is neither removed nor included in the total size.
+            excluded_shard_key: Shard to be fetched, which is neither removed nor included in the total size.
 
         Returns:
             True if the remaining shards fit.
         """
-        used_bytes, keys_by_last_use = 0, list[tuple[int, str]]()
-        for entry in os.scandir(self.cache_folder):
-            shard_key = unquote(entry.name.removesuffix(".part"))
-            if shard_key not in self.shards_by_key or shard_key == excluded_key:
+        cached_bytes, shard_keys_by_last_use = 0, list[tuple[int, str]]()
+        for cached_file in os.scandir(self.cache_folder):
+            shard_key = unquote(cached_file.name.removesuffix(".part"))
+            if shard_key not in self.shards_by_key or shard_key == excluded_shard_key:
                 continue
-            if not entry.name.endswith(".part"):
-                keys_by_last_use.append((entry.stat().st_mtime_ns, shard_key))
+            if not cached_file.name.endswith(".part"):
+                shard_keys_by_last_use.append((cached_file.stat().st_mtime_ns, shard_key))
             else:
-                with self._lock_if_unused(shard_key) as is_unused:
+                with self._lock_if_unused(shard_key) as is_shard_unused:
                     # A complete shard means that the .part file was just renamed
-                    if is_unused and not self.shard_path(shard_key).exists():
-                        Path(entry.path).unlink(missing_ok=True)
+                    if is_shard_unused and not self.shard_path(shard_key).exists():
+                        Path(cached_file.path).unlink(missing_ok=True)
                         continue
-            used_bytes += self.shards_by_key[shard_key].bytes  # a .part file grows to the size of its shard
-        for _last_use_ns, shard_key in sorted(keys_by_last_use):
-            if used_bytes <= remaining_limit_bytes:
+            cached_bytes += self.shards_by_key[shard_key].bytes  # a .part file grows to the size of its shard
+        for _last_use_ns, shard_key in sorted(shard_keys_by_last_use):
+            if cached_bytes <= remaining_limit_bytes:
                 break
-            with self._lock_if_unused(shard_key) as is_unused:
-                if is_unused:
+            with self._lock_if_unused(shard_key) as is_shard_unused:
+                if is_shard_unused:
                     self.shard_path(shard_key).unlink()
-                    used_bytes -= self.shards_by_key[shard_key].bytes
-        return used_bytes <= remaining_limit_bytes
+                    cached_bytes -= self.shards_by_key[shard_key].bytes
+        return cached_bytes <= remaining_limit_bytes
 
 
 @dataclass
@@ -281,8 +281,8 @@ class ShardPrefetcher:
                     break
                 plan_item, shard_keys = self.prefetched_items.popleft()
                 self.shard_keys_in_flight.append(shard_keys)
-                future_by_key = {key: self.reserved_shards[key].lock_future for key in shard_keys}
-            self._wait_for_shards(future_by_key)
+                lock_future_by_key = {key: self.reserved_shards[key].lock_future for key in shard_keys}
+            self._wait_for_shards(lock_future_by_key)
             yield plan_item
         if self.prefetching_error:
             raise self.prefetching_error
@@ -316,9 +316,9 @@ class ShardPrefetcher:
         if not lock_future.cancelled() and not lock_future.exception():
             self.cache.release_shard(shard_key, lock_future.result())
 
-    def _wait_for_shards(self, future_by_key: dict[str, Future[int]]) -> None:
+    def _wait_for_shards(self, lock_future_by_key: dict[str, Future[int]]) -> None:
         """Wait until all shards are held, or raise the exception of the first shard that can't be held."""
-        lock_futures = future_by_key.values()
+        lock_futures = lock_future_by_key.values()
         next_message_s = time.monotonic() + WAIT_MESSAGE_DELAY_S
         while True:
             finished_futures, unfinished_futures = wait(
@@ -331,12 +331,14 @@ class ShardPrefetcher:
             _raise_preempted_if_alone()
             if time.monotonic() > next_message_s:
                 next_message_s = time.monotonic() + 3 * WAIT_MESSAGE_DELAY_S
-                missing_keys = [
-                    key for key, lock_future in future_by_key.items() if lock_future in unfinished_futures
+                missing_shard_keys = [
+                    shard_key
+                    for shard_key, lock_future in lock_future_by_key.items()
+                    if lock_future in unfinished_futures
                 ]
                 log.warning(
-                    f"waiting for {len(missing_keys)} of {len(lock_futures)} shards"
-                    f" from {self.cache.store.url}, for example {missing_keys[0]}"
+                    f"waiting for {len(missing_shard_keys)} of {len(lock_futures)} shards"
+                    f" from {self.cache.store.url}, for example {missing_shard_keys[0]}"
                 )
 
     def _prefetch_items(self) -> None:

@@ -31,13 +31,13 @@ from onecurve.system.files import has_type, parse_json
 from onecurve.system.s3 import ObjectStore
 from onecurve.system.text import printable
 
-MANIFEST_FORMAT = 1
-MANIFEST = "manifest.json"
+MANIFEST_FORMAT = 1  # version of the manifest format
+MANIFEST = "manifest.json"  # file name of the manifest
 JOURNAL = ".progress.json"  # file that records the progress of an unfinished preparation
 SHARD_PATTERN = rf"({'|'.join(SPLITS)})-[0-9]{{5,}}\.tar"  # pattern of shard file names
 ALLOWED_SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")  # pattern of shard names in a manifest
-get_shard_fields = itemgetter("file", "bytes", "images", "sha256")
-SHA256_PATTERN = re.compile("[0-9a-f]{64}")
+get_shard_fields = itemgetter("file", "bytes", "images", "sha256")  # values in the order of Shard's fields
+SHA256_PATTERN = re.compile("[0-9a-f]{64}")  # pattern of a hexadecimal SHA-256
 TAR_HEADER_BYTES = 512  # size of a tar member header
 LABEL_COLUMN = 3  # index column that contains the labels
 MAX_ESCAPED_LENGTH = 80  # maximum number of characters of an invalid value shown in a message
@@ -84,13 +84,13 @@ class ShardManifest:
         shard_files = [shard.file for split in self.splits.values() for shard in split.shards]
         if self.kind != "in_place" or not shard_files[0].startswith("s3://"):
             return None
-        parent_folders = [posixpath.dirname(file.removeprefix("s3://")) for file in shard_files]
-        return "s3://" + posixpath.commonpath(parent_folders)
+        shard_folders = [posixpath.dirname(shard_file.removeprefix("s3://")) for shard_file in shard_files]
+        return "s3://" + posixpath.commonpath(shard_folders)
 
     def shards_in(self, split: str) -> tuple[Shard, ...]:
         """Return the shards of a split. For shards in S3, the file names are keys relative to `s3_prefix`."""
-        store_prefix, shards = f"{self.s3_prefix}/", self.splits[split].shards
-        return tuple(replace(shard, file=shard.file.removeprefix(store_prefix)) for shard in shards)
+        store_prefix, split_shards = f"{self.s3_prefix}/", self.splits[split].shards
+        return tuple(replace(shard, file=shard.file.removeprefix(store_prefix)) for shard in split_shards)
 
 
 KEY_TYPES = {  # expected types of the values in manifest.json
@@ -113,7 +113,7 @@ def find_local_manifest(folder: Path) -> ShardManifest | None:
     """
     manifest_path = folder / MANIFEST
     if not manifest_path.is_file():
-        if any(_is_prepared_file(entry.name) for entry in os.scandir(folder)):
+        if any(_is_prepared_file(folder_entry.name) for folder_entry in os.scandir(folder)):
             raise ValueError(f"--data {folder} contains no {MANIFEST}. {UNFINISHED_ADVICE}")
         return None
     manifest = parse_manifest(manifest_path.read_bytes(), str(manifest_path))
@@ -126,16 +126,16 @@ def find_local_manifest(folder: Path) -> ShardManifest | None:
 
 def _is_prepared_file(file_name: str) -> bool:
     """Return True if a preparation writes files with this name. Source tar files have different names."""
-    index_names = [index_file_name(split) for split in SPLITS]
-    return file_name in (JOURNAL, *index_names) or re.fullmatch(SHARD_PATTERN, file_name) is not None
+    index_file_names = [index_file_name(split) for split in SPLITS]
+    return file_name in (JOURNAL, *index_file_names) or re.fullmatch(SHARD_PATTERN, file_name) is not None
 
 
 def _check_shard_size(shard_path: Path, expected_bytes: int) -> None:
     try:
         actual_bytes = shard_path.stat().st_size
     except OSError as error:
-        problem = f"is listed in {MANIFEST}, but can't be read: {error.strerror}"
-        raise ValueError(f"{shard_path} {problem}. Prepare the data again") from None
+        shard_problem = f"is listed in {MANIFEST}, but can't be read: {error.strerror}"
+        raise ValueError(f"{shard_path} {shard_problem}. Prepare the data again") from None
     if actual_bytes != expected_bytes:
         raise ValueError(
             f"{shard_path} contains {actual_bytes:,} bytes,"
@@ -151,10 +151,10 @@ def find_stored_manifest(store: ObjectStore) -> tuple[ShardManifest, bytes]:
     """
     manifest_bytes = store.read(MANIFEST, MANIFEST_LIMIT_BYTES)
     if manifest_bytes is None:
-        is_unfinished = any(map(_is_prepared_file, store.list()))
+        is_preparation_unfinished = any(map(_is_prepared_file, store.list()))
         preparation_advice = f"Prepare data with prep_imagenet.py --out {store.url}"
-        advice = UNFINISHED_ADVICE if is_unfinished else preparation_advice
-        raise ValueError(f"--data {store.url} contains no {MANIFEST}. {advice}")
+        missing_manifest_advice = UNFINISHED_ADVICE if is_preparation_unfinished else preparation_advice
+        raise ValueError(f"--data {store.url} contains no {MANIFEST}. {missing_manifest_advice}")
     manifest = parse_manifest(manifest_bytes, f"{store.url}/{MANIFEST}")
     if manifest.kind != "shards" and manifest.s3_prefix is None:
         raise ValueError(
@@ -175,46 +175,52 @@ def parse_manifest(manifest_bytes: bytes, manifest_location: str) -> ShardManife
         ValueError: If the manifest is invalid. The message describes the first problem.
     """
     try:
-        entries = parse_json(manifest_bytes, manifest_location)
+        manifest_entries = parse_json(manifest_bytes, manifest_location)
     except ValueError as error:
         raise ValueError(f"{error}. Prepare the data again") from None
-    if (format_version := entries.get("format")) != MANIFEST_FORMAT:
+    if (format_version := manifest_entries.get("format")) != MANIFEST_FORMAT:
         raise ValueError(
             f"{manifest_location} has format {_escape_value(format_version)},"
             f" but this version supports only format {MANIFEST_FORMAT}."
             " Prepare the data again, or update this project"
         )
-    invalid_keys = [key for key, key_type in KEY_TYPES.items() if not has_type(entries.get(key), key_type)]
+    invalid_keys = [
+        manifest_key
+        for manifest_key, value_type in KEY_TYPES.items()
+        if not has_type(manifest_entries.get(manifest_key), value_type)
+    ]
     if not invalid_keys:
-        wnids = [class_entry["wnid"] for class_entry in entries["classes"]]
+        wnids = [class_entry["wnid"] for class_entry in manifest_entries["classes"]]
         if not wnids or len({*wnids}) != len(wnids):
             invalid_keys = ["classes, which must be distinct"]
     if invalid_keys:
         raise _invalid_manifest_error(manifest_location, ", ".join(invalid_keys))
-    splits = {}
-    for split, split_entry in entries["splits"].items():
+    split_manifests = {}
+    for split, split_entry in manifest_entries["splits"].items():
         shards = tuple(Shard(*get_shard_fields(shard_entry)) for shard_entry in split_entry["shards"])
-        splits[split] = SplitManifest(split_entry["images"], split_entry["index_sha256"], shards)
-    class_names = _class_names(entries["classes"])
+        split_manifests[split] = SplitManifest(split_entry["images"], split_entry["index_sha256"], shards)
+    class_names = _class_names(manifest_entries["classes"])
     manifest_sha256 = hashlib.sha256(manifest_bytes).hexdigest()
-    manifest = ShardManifest(entries["kind"], entries["name"], class_names, splits, manifest_sha256)
+    manifest = ShardManifest(
+        manifest_entries["kind"], manifest_entries["name"], class_names, split_manifests, manifest_sha256
+    )
     if invalid_value := _first_invalid_value(manifest):
         raise _invalid_manifest_error(manifest_location, invalid_value)
-    if "train" not in splits:
+    if "train" not in split_manifests:
         raise ValueError(f"{manifest_location} contains no train split. Prepare the train split as well")
     return manifest
 
 
 def _invalid_manifest_error(manifest_location: str, invalid_parts: str) -> ValueError:
-    problem = f"is not a valid manifest (invalid: {invalid_parts})"
-    return ValueError(f"{manifest_location} {problem}. Prepare the data again")
+    manifest_problem = f"is not a valid manifest (invalid: {invalid_parts})"
+    return ValueError(f"{manifest_location} {manifest_problem}. Prepare the data again")
 
 
 def _first_invalid_value(manifest: ShardManifest) -> str | None:
     """Return a description of the first invalid value, or None for a valid manifest."""
     if manifest.kind not in ("shards", "index", "in_place"):
         return f"kind {_escape_value(manifest.kind)}"
-    is_prepared, seen_files, seen_buckets = manifest.kind == "shards", set[str](), set[str]()
+    is_prepared, seen_shard_files, seen_buckets = manifest.kind == "shards", set[str](), set[str]()
     for split_manifest in manifest.splits.values():
         if not 0 < split_manifest.images == sum(shard.images for shard in split_manifest.shards):
             return f"images {split_manifest.images}, which differs from the sum over the split's shards"
@@ -227,11 +233,11 @@ def _first_invalid_value(manifest: ShardManifest) -> str | None:
             else:
                 has_valid_name = is_in_s3 or os.path.isabs(shard.file)
             has_valid_hash = not (is_prepared or is_in_s3) or SHA256_PATTERN.fullmatch(shard.sha256 or "")
-            is_new = manifest.kind == "index" or shard.file not in seen_files
+            is_new_shard = manifest.kind == "index" or shard.file not in seen_shard_files
             has_valid_sizes = shard.bytes >= 0 and shard.images >= 0
-            if not (has_valid_name and has_valid_hash and is_new and has_valid_sizes):
+            if not (has_valid_name and has_valid_hash and is_new_shard and has_valid_sizes):
                 return f"shard {_escape_value(shard.file)}"
-            seen_files.add(shard.file)
+            seen_shard_files.add(shard.file)
             seen_buckets.add(shard.file.split("/")[2] if is_in_s3 else "")
     if manifest.kind == "in_place" and len(seen_buckets) > 1:
         return "shards, which are in several buckets, or both in a bucket and on this host"
@@ -245,9 +251,9 @@ def _escape_value(untrusted_value: Any) -> str:
 
 def _class_names(class_entries: list[ClassName]) -> tuple[str, ...]:
     """Return class names in label order. Duplicates, such as ILSVRC2012's cranes, include the WordNet id."""
-    name_counts = Counter(class_entry["name"] for class_entry in class_entries)
+    class_name_counts = Counter(class_entry["name"] for class_entry in class_entries)
     return tuple(
-        entry["name"] if name_counts[entry["name"]] == 1 else f"{entry['name']} ({entry['wnid']})"
+        entry["name"] if class_name_counts[entry["name"]] == 1 else f"{entry['name']} ({entry['wnid']})"
         for entry in class_entries
     )
 
@@ -280,19 +286,21 @@ def parse_shard_index(index_bytes: bytes, manifest: ShardManifest, split: str, l
         raise ValueError(
             f"{location} is not an int64 array of shape [{split_manifest.images}, 4]. Prepare the data again"
         )
-    shard_indices, offsets, lengths, labels = index_rows.T
+    shard_indices, image_offsets, image_lengths, labels = index_rows.T
     if shard_indices.min() < 0 or shard_indices.max() >= len(split_manifest.shards):
-        problem = f"refers to shards that are not in {MANIFEST}"
-        raise ValueError(f"{location} {problem}. Prepare the data again")
+        index_problem = f"refers to shards that are not in {MANIFEST}"
+        raise ValueError(f"{location} {index_problem}. Prepare the data again")
     images_per_shard = np.bincount(shard_indices, minlength=len(split_manifest.shards))
     # Size in bytes of the shard that contains each image
     shard_bytes = np.array([shard.bytes for shard in split_manifest.shards])[shard_indices]
-    is_outside_of_shard = (offsets < TAR_HEADER_BYTES) | (lengths < 1) | (offsets > shard_bytes)
-    is_outside_of_shard |= lengths > shard_bytes - offsets
+    is_outside_of_shard = (
+        (image_offsets < TAR_HEADER_BYTES) | (image_lengths < 1) | (image_offsets > shard_bytes)
+    )
+    is_outside_of_shard |= image_lengths > shard_bytes - image_offsets
     is_same_shard = shard_indices[1:] == shard_indices[:-1]
-    is_overlapping = is_same_shard & (offsets[1:] < offsets[:-1] + lengths[:-1])
-    is_unsorted = (np.diff(shard_indices) < 0) | (is_same_shard & (np.diff(offsets) <= 0))
-    is_problem_present = {
+    is_overlapping = is_same_shard & (image_offsets[1:] < image_offsets[:-1] + image_lengths[:-1])
+    is_unsorted = (np.diff(shard_indices) < 0) | (is_same_shard & (np.diff(image_offsets) <= 0))
+    is_present_by_problem = {
         # This check must come first, because it detects values for which the sums in is_overlapping overflow.
         "lists images outside of their shards": is_outside_of_shard.any(),
         "lists different numbers of images than the manifest": (
@@ -302,9 +310,9 @@ def parse_shard_index(index_bytes: bytes, manifest: ShardManifest, split: str, l
         "lists images that overlap": is_overlapping.any(),
         "contains labels without a class": labels.min() < 0 or labels.max() >= len(manifest.classes),
     }
-    for problem, is_present in is_problem_present.items():
-        if is_present:
-            raise ValueError(f"{location} {problem}. Prepare the data again")
+    for index_problem, is_problem_present in is_present_by_problem.items():
+        if is_problem_present:
+            raise ValueError(f"{location} {index_problem}. Prepare the data again")
     return index_rows
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from onecurve.data.lists import ListedImage
     from onecurve.data.shards import ShardManifest
 
-BUILT_IN_DATA = ("digits", "cifar10", "synthetic")
+BUILT_IN_DATA = ("digits", "cifar10", "synthetic")  # data sets that --data selects by name
 VAL_PER_DIGIT = 36  # number of held-out images of each digit
 LISTING_WAIT_S = 1.0  # maximum seconds to wait for the file listing before torch is imported
 # File listings that check_inputs() has started, by the value of `--data` and the columns
@@ -124,8 +124,8 @@ def _with_holdout(source: Source, data_flag: str, holdout: float | str) -> Sourc
         data_flag: Value of `--data` shown in error messages.
         holdout: Share or number of training images to hold out, or a fold.
     """
-    is_fold = isinstance(holdout, str)
-    holdout_text = holdout if is_fold else f"{holdout:.12g}"
+    is_holdout_fold = isinstance(holdout, str)
+    holdout_text = holdout if is_holdout_fold else f"{holdout:.12g}"
     if source.test_name:
         raise ValueError(
             f"--holdout {holdout_text} is not needed, because --data {data_flag} contains"
@@ -133,7 +133,7 @@ def _with_holdout(source: Source, data_flag: str, holdout: float | str) -> Sourc
             f" and a {source.test_name} split for the final evaluation. Remove --holdout"
         )
     source = replace(source, holdout=holdout, val_name="holdout", test_name=source.val_name)
-    if is_fold:
+    if is_holdout_fold:
         return replace(source, fold_key=f" fold {holdout_text}")
     return replace(source, hashes=(*source.hashes, f"holdout {holdout_text}"))
 
@@ -146,8 +146,8 @@ def _locate_source(data_flag: str, beat: Heartbeat, columns: Columns) -> Source:
     if data_flag == "cifar10" or data_flag.startswith("hub:"):
         return _hub_source(data_flag, load_from_hub(data_flag, beat), columns)
     listing_future = _listing_futures.pop((data_flag, columns), None)
-    find_files = listing_future.result if listing_future else partial(_find_files, data_flag, columns)
-    return run_with_heartbeat(find_files, beat)
+    find_data_files = listing_future.result if listing_future else partial(_find_files, data_flag, columns)
+    return run_with_heartbeat(find_data_files, beat)
 
 
 def check_inputs(recipe: ImageRecipe) -> int:
@@ -186,19 +186,19 @@ def _find_files(data_flag: str, columns: Columns) -> Source:
     if data_path.is_file() and data_path.suffix.lower() in class_folders.TABLE_EXTENSIONS:
         return _lone_table_source(data_path, columns)
     if not data_path.is_dir():
-        problem = "is not a folder, list or parquet file" if data_path.exists() else "does not exist"
-        advice = f". Pass a folder, list or parquet file, or choose one of {', '.join(BUILT_IN_DATA)}"
-        if suggestion := did_you_mean(data_flag, BUILT_IN_DATA):
-            advice = f": {suggestion}"
-        raise ValueError(f"--data {data_flag} {problem}{advice}")
+        path_problem = "is not a folder, list or parquet file" if data_path.exists() else "does not exist"
+        path_advice = f". Pass a folder, list or parquet file, or choose one of {', '.join(BUILT_IN_DATA)}"
+        if data_flag_suggestion := did_you_mean(data_flag, BUILT_IN_DATA):
+            path_advice = f": {data_flag_suggestion}"
+        raise ValueError(f"--data {data_flag} {path_problem}{path_advice}")
     if manifest := shards.find_local_manifest(data_path):
         return _shard_source(manifest, str(data_path), lambda file_name: read_regular(data_path / file_name))
     if (files_by_split := saved_files(data_path)) is not None:
         return _table_files_source(data_path, files_by_split, "{split}/{file}", columns)
     if files_by_split := parquet_files(data_path):
-        is_flat = is_named_after(files_by_split["train"][0], "train")
-        name_format = "{file}" if is_flat else "{folder}/{file}"
-        return _table_files_source(data_path, files_by_split, name_format, columns)
+        has_flat_layout = is_named_after(files_by_split["train"][0], "train")
+        file_name_format = "{file}" if has_flat_layout else "{folder}/{file}"
+        return _table_files_source(data_path, files_by_split, file_name_format, columns)
     if list_by_split := class_folders.metadata_files(data_path):
         return _find_listed_images(data_path, list_by_split, columns)
     if table_path := class_folders.find_lone_table(data_path):
@@ -209,7 +209,7 @@ def _find_files(data_flag: str, columns: Columns) -> Source:
 # Generated data
 
 
-def _write_digits(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
+def _write_digits(cache_folder: Path, beat: Heartbeat) -> tuple[str, ...]:
     """Write scikit-learn's 1,797 digits (8x8, 0 to 16) as 32x32 uint8 images. Hold out 36 images per class.
 
     The held-out images are the same on every machine, because NumPy guarantees that the random stream of
@@ -220,35 +220,35 @@ def _write_digits(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
         from PIL import Image
         from sklearn.datasets import load_digits
 
-        digits = load_digits()
-        small_images = np.round(digits.images * (255 / 16)).astype(np.uint8)
+        digit_data = load_digits()
+        small_images = np.round(digit_data.images * (255 / 16)).astype(np.uint8)
         large_images = [
             np.asarray(Image.fromarray(pixels).resize((32, 32), Image.Resampling.BILINEAR))
             for pixels in small_images
         ]
-        return np.repeat(np.stack(large_images)[..., None], 3, axis=3), digits.target
+        return np.repeat(np.stack(large_images)[..., None], 3, axis=3), digit_data.target
 
-    images, labels = run_with_heartbeat(load_digit_images, beat)
+    digit_images, labels = run_with_heartbeat(load_digit_images, beat)
     shuffled_ids = np.random.RandomState(0).permutation(len(labels))
     val_ids_per_digit = [shuffled_ids[labels[shuffled_ids] == digit][:VAL_PER_DIGIT] for digit in range(10)]
     val_ids = np.sort(np.concatenate(val_ids_per_digit))
     train_ids = np.setdiff1d(np.arange(len(labels)), val_ids)
-    for split, ids in zip(SPLITS, (train_ids, val_ids), strict=True):
-        np.save(folder / f"{split}_images.npy", images[ids])
-        save_labels(folder, split, labels[ids])
+    for split, split_ids in zip(SPLITS, (train_ids, val_ids), strict=True):
+        np.save(cache_folder / f"{split}_images.npy", digit_images[split_ids])
+        save_labels(cache_folder, split, labels[split_ids])
     return tuple("0123456789")
 
 
-def _write_synthetic(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
+def _write_synthetic(cache_folder: Path, beat: Heartbeat) -> tuple[str, ...]:
     """Write 4,096 training and 1,024 val images, each 32x32 with noise and its class's 4x4 colour pattern."""
-    generator = np.random.RandomState(0)
-    class_patterns = generator.randint(64, 192, (10, 4, 4, 3)).repeat(8, axis=1).repeat(8, axis=2)
+    random_generator = np.random.RandomState(0)
+    class_patterns = random_generator.randint(64, 192, (10, 4, 4, 3)).repeat(8, axis=1).repeat(8, axis=2)
     for split, image_count in zip(SPLITS, (4096, 1024), strict=True):
-        labels = generator.permutation(image_count) % 10
-        pixel_noise = generator.normal(0, 64, (image_count, 32, 32, 3))
+        labels = random_generator.permutation(image_count) % 10
+        pixel_noise = random_generator.normal(0, 64, (image_count, 32, 32, 3))
         images = np.clip(np.rint(class_patterns[labels] + pixel_noise), 0, 255).astype(np.uint8)
-        np.save(folder / f"{split}_images.npy", images)
-        save_labels(folder, split, labels)
+        np.save(cache_folder / f"{split}_images.npy", images)
+        save_labels(cache_folder, split, labels)
         beat()
     return tuple(f"pattern {label}" for label in range(10))
 
@@ -261,18 +261,18 @@ def _find_stored_shards(shards_url: str) -> Source:
     from onecurve.data import shards
     from onecurve.system.s3 import ObjectStore
 
-    store = ObjectStore(shards_url)
-    manifest, manifest_bytes = shards.find_stored_manifest(store)
+    shard_store = ObjectStore(shards_url)
+    manifest, manifest_bytes = shards.find_stored_manifest(shard_store)
 
     def read_file(file_name: str) -> bytes:
         if file_name == shards.MANIFEST:
             return manifest_bytes
-        file_content = store.read(file_name, shards.INDEX_LIMIT_BYTES)
+        file_content = shard_store.read(file_name, shards.INDEX_LIMIT_BYTES)
         if file_content is None:
-            raise ValueError(f"{store.url}/{file_name} is missing. Prepare the data again")
+            raise ValueError(f"{shard_store.url}/{file_name} is missing. Prepare the data again")
         return file_content
 
-    return _shard_source(manifest, store.url, read_file)
+    return _shard_source(manifest, shard_store.url, read_file)
 
 
 def _shard_source(manifest: "ShardManifest", location: str, read_file: Callable[[str], bytes]) -> Source:
@@ -285,15 +285,15 @@ def _shard_source(manifest: "ShardManifest", location: str, read_file: Callable[
     """
     from onecurve.data import shards
 
-    def write(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
-        (folder / shards.MANIFEST).write_bytes(read_file(shards.MANIFEST))
+    def write(cache_folder: Path, beat: Heartbeat) -> tuple[str, ...]:
+        (cache_folder / shards.MANIFEST).write_bytes(read_file(shards.MANIFEST))
         for split in manifest.splits:
-            index_file = shards.index_file_name(split)
-            index_bytes = run_with_heartbeat(partial(read_file, index_file), beat)
-            index_location = f"{location}/{index_file}"
+            index_file_name = shards.index_file_name(split)
+            index_bytes = run_with_heartbeat(partial(read_file, index_file_name), beat)
+            index_location = f"{location}/{index_file_name}"
             index_rows = shards.parse_shard_index(index_bytes, manifest, split, index_location)
-            (folder / index_file).write_bytes(index_bytes)
-            save_labels(folder, split, index_rows[:, shards.LABEL_COLUMN])
+            (cache_folder / index_file_name).write_bytes(index_bytes)
+            save_labels(cache_folder, split, index_rows[:, shards.LABEL_COLUMN])
             beat()
         return manifest.classes
 
@@ -314,40 +314,41 @@ def _lone_table_source(table_path: Path, columns: Columns) -> Source:
 
 
 def _table_files_source(
-    root: Path, files_by_split: dict[str, list[Path]], name_format: str, columns: Columns
+    root: Path, files_by_split: dict[str, list[Path]], file_name_format: str, columns: Columns
 ) -> Source:
     tables_by_split = {
-        split: [Table(str(path), path) for path in paths] for split, paths in files_by_split.items()
+        split: [Table(str(table_path), table_path) for table_path in table_paths]
+        for split, table_paths in files_by_split.items()
     }
-    return _table_source(str(root), root.name, tables_by_split, files_by_split, name_format, columns)
+    return _table_source(str(root), root.name, tables_by_split, files_by_split, file_name_format, columns)
 
 
 def _hub_source(data_flag: str, data_set_by_split: dict[str, Any], columns: Columns) -> Source:
-    name = data_flag.removeprefix("hub:")
+    data_name = data_flag.removeprefix("hub:")
     tables_by_split, files_by_split = {}, {}
     for split, data_set in data_set_by_split.items():
-        tables_by_split[split] = [Table(f"{name}'s {split} split", data_set.data.table)]
+        tables_by_split[split] = [Table(f"{data_name}'s {split} split", data_set.data.table)]
         files_by_split[split] = [Path(cache_file["filename"]) for cache_file in data_set.cache_files]
-    return _table_source(data_flag, name, tables_by_split, files_by_split, "{split} {index}", columns)
+    return _table_source(data_flag, data_name, tables_by_split, files_by_split, "{split} {index}", columns)
 
 
 def _table_source(
     data_flag: str,
-    name: str,
+    data_name: str,
     tables_by_split: dict[str, list[Table]],
     files_by_split: dict[str, list[Path]],
-    name_format: str,
+    file_name_format: str,
     columns: Columns,
 ) -> Source:
     """Return the source for tables.
 
     Args:
         data_flag: Value of `--data` shown in error messages.
-        name: Name of the data set.
+        data_name: Name of the data set.
         tables_by_split: Tables of each split, by split name.
         files_by_split: Table files of each split, by split name.
-        name_format: Format string for a file's name in the cache key. The name must not change if the data is
-            moved.
+        file_name_format: Format string for a file's name in the cache key. The name must not change if the
+            data is moved.
         columns: Columns that the flags specify.
     """
     if "train" not in tables_by_split:
@@ -357,14 +358,16 @@ def _table_source(
     tables_by_role = {role: tables_by_split[split] for role, split in split_by_role.items()}
     named_files = []
     for role, split in split_by_role.items():
-        for index, path in enumerate(files_by_split[split]):
-            file_name = name_format.format(split=role, index=index, file=path.name, folder=path.parent.name)
-            named_files.append((file_name, path))
+        for file_index, table_path in enumerate(files_by_split[split]):
+            file_name = file_name_format.format(
+                split=role, index=file_index, file=table_path.name, folder=table_path.parent.name
+            )
+            named_files.append((file_name, table_path))
     display_names = {split: split for split in tables_by_split}
     return Source(
-        name,
+        data_name,
         tuple(named_files),
-        lambda folder, beat: write_tables(tables_by_role, columns, folder, beat),
+        lambda cache_folder, beat: write_tables(tables_by_role, columns, cache_folder, beat),
         VAL_NAMES.get(split_by_role.get("val", "")),
         split_by_role.get("test"),
         hashes=(f"columns {list(columns)}",) if any(columns) else (),
@@ -382,7 +385,7 @@ def _unused_split_notes(display_names: dict[str, str], split_by_role: dict[str, 
     """
     reason = f" ({display_names[split_by_role['val']]} is used instead)" if "val" in split_by_role else ""
     read_splits = split_by_role.values()
-    return [name + reason for split, name in display_names.items() if split not in read_splits]
+    return [split_name + reason for split, split_name in display_names.items() if split not in read_splits]
 
 
 # Image files
@@ -395,58 +398,58 @@ def find_class_folders(root: Path) -> Source:
     split_by_role = used_splits(classes_by_split)
     images_by_role = {
         role: [
-            (class_name, os.path.join(folder_by_split[split], class_name, path))
-            for class_name, paths in classes_by_split[split].items()
-            for path in paths
+            (class_name, os.path.join(folder_by_split[split], class_name, image_path))
+            for class_name, image_paths in classes_by_split[split].items()
+            for image_path in image_paths
         ]
         for role, split in split_by_role.items()
     }
     display_names = {split: f"{folder}/" for split, folder in folder_by_split.items()}
-    ignored_folders = _unused_split_notes(display_names, split_by_role)
+    ignored_folder_notes = _unused_split_notes(display_names, split_by_role)
     if folder_by_split["train"] and (other_folders := class_folders.folders_beside_splits(root)):
-        other_names = some_of([f"{folder}/" for folder in other_folders], 3)
-        ignored_folders.append(f"{other_names} ({folder_by_split['train']}/ is a split)")
-    ignored_files_note = ", ".join(filter(None, (str(ignored_files), *ignored_folders)))
-    classes = sorted(classes_by_split["train"])
-    source = _file_source(root.name, root, classes, images_by_role, split_by_role, ignored_files_note)
-    if len(classes) > 1 or folder_by_split["train"]:
+        other_folder_list = some_of([f"{folder}/" for folder in other_folders], 3)
+        ignored_folder_notes.append(f"{other_folder_list} ({folder_by_split['train']}/ is a split)")
+    ignored_files_note = ", ".join(filter(None, (str(ignored_files), *ignored_folder_notes)))
+    train_classes = sorted(classes_by_split["train"])
+    source = _file_source(root.name, root, train_classes, images_by_role, split_by_role, ignored_files_note)
+    if len(train_classes) > 1 or folder_by_split["train"]:
         return source
-    (only_class,) = classes
-    paths = classes_by_split["train"][only_class]
-    return replace(source, training_problem=class_folders.training_problem(root, only_class, paths))
+    (only_class,) = train_classes
+    image_paths = classes_by_split["train"][only_class]
+    return replace(source, training_problem=class_folders.training_problem(root, only_class, image_paths))
 
 
-def _find_listed_images(root: Path, list_by_split: dict[str, Path], columns: Columns) -> Source:
+def _find_listed_images(data_folder: Path, list_by_split: dict[str, Path], columns: Columns) -> Source:
     """Find the images listed in the split folders' image lists."""
     from onecurve.data.lists import read_list
 
     listed_images = [
-        image._replace(file=os.path.join(list_path.parent.name, image.file))
+        listed_image._replace(file=os.path.join(list_path.parent.name, listed_image.file))
         for split, list_path in list_by_split.items()
-        for image in read_list(list_path, columns, split)
+        for listed_image in read_list(list_path, columns, split)
     ]
-    source = _list_source(root.name, root, root, listed_images)
-    listed_splits = {image.split for image in listed_images}
-    folder_by_split = class_folders.split_folders(root)
+    source = _list_source(data_folder.name, data_folder, data_folder, listed_images)
+    listed_splits = {listed_image.split for listed_image in listed_images}
+    folder_by_split = class_folders.split_folders(data_folder)
     unlabeled_folders = [folder for split, folder in folder_by_split.items() if split not in listed_splits]
     unlabeled_notes = [f"{folder}/ without labels" for folder in unlabeled_folders]
-    all_notes = filter(None, (source.ignored_files_note, *unlabeled_notes))
-    return replace(source, ignored_files_note=", ".join(all_notes))
+    ignored_notes = filter(None, (source.ignored_files_note, *unlabeled_notes))
+    return replace(source, ignored_files_note=", ".join(ignored_notes))
 
 
-def _list_source(name: str, root: Path, data_path: Path, listed_images: "list[ListedImage]") -> Source:
+def _list_source(data_name: str, root: Path, data_path: Path, listed_images: "list[ListedImage]") -> Source:
     """Return the source for listed image files.
 
     Args:
-        name: Name of the data set.
+        data_name: Name of the data set.
         root: Base folder of the images' relative paths.
         data_path: Data path shown in error messages.
         listed_images: Rows of all image lists.
     """
     listed_splits = {image.split for image in listed_images}
     if "train" not in listed_splits:
-        problem = f"none of the {len(listed_images):,} rows belongs to the train split"
-        raise ValueError(f"--data {data_path}: {problem}")
+        list_problem = f"none of the {len(listed_images):,} rows belongs to the train split"
+        raise ValueError(f"--data {data_path}: {list_problem}")
     split_by_role = used_splits(listed_splits)
     images_by_role = {
         role: [(image.label, image.file) for image in listed_images if image.split == split]
@@ -458,16 +461,16 @@ def _list_source(name: str, root: Path, data_path: Path, listed_images: "list[Li
         refuse_unknown_classes(f"--data {data_path}", split, split_classes, train_classes)
     display_names = {split: split for split in ("train", *VAL_NAMES) if split in listed_splits}
     ignored_files_note = ", ".join(_unused_split_notes(display_names, split_by_role))
-    are_numbers = all(map(str.isdecimal, train_classes))
-    classes = sorted(train_classes, key=int if are_numbers else str)
-    source = _file_source(name, root, classes, images_by_role, split_by_role, ignored_files_note)
+    has_numeric_classes = all(map(str.isdecimal, train_classes))
+    class_names = sorted(train_classes, key=int if has_numeric_classes else str)
+    source = _file_source(data_name, root, class_names, images_by_role, split_by_role, ignored_files_note)
     return replace(source, hashes=(repr(images_by_role),), is_table=True)
 
 
 def _file_source(
-    name: str,
+    data_name: str,
     root: Path,
-    classes: list[str],
+    class_names: list[str],
     images_by_role: dict[str, list[tuple[str, str]]],
     split_by_role: dict[str, str],
     ignored_files_note: str,
@@ -475,25 +478,29 @@ def _file_source(
     """Return the source for image files.
 
     Args:
-        name: Name of the data set.
+        data_name: Name of the data set.
         root: Base folder of the image paths.
-        classes: Class names in label order.
+        class_names: Class names in label order.
         images_by_role: Class name and path of each image, by role ("train", "val" or "test").
         split_by_role: Splits that are read, from `used_splits`.
         ignored_files_note: Description of the ignored files, including the reasons.
     """
 
-    def write(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
-        label_by_class = {class_name: label for label, class_name in enumerate(classes)}
+    def write(cache_folder: Path, beat: Heartbeat) -> tuple[str, ...]:
+        label_by_class = {class_name: label for label, class_name in enumerate(class_names)}
         for role, images in images_by_role.items():
-            save_images(folder, role, (os.fsencode(path) for _class_name, path in images), root)
-            save_names(folder, role, (path for _class_name, path in images))
-            save_labels(folder, role, [label_by_class[class_name] for class_name, _path in images])
+            save_images(
+                cache_folder, role, (os.fsencode(image_path) for _class_name, image_path in images), root
+            )
+            save_names(cache_folder, role, (image_path for _class_name, image_path in images))
+            save_labels(cache_folder, role, [label_by_class[class_name] for class_name, _path in images])
             beat()
-        return tuple(classes)
+        return tuple(class_names)
 
-    named_files = tuple((path, root / path) for images in images_by_role.values() for _, path in images)
+    named_files = tuple(
+        (image_path, root / image_path) for images in images_by_role.values() for _, image_path in images
+    )
     val_name, test_name = VAL_NAMES.get(split_by_role.get("val", "")), split_by_role.get("test")
     return Source(
-        name, named_files, write, val_name, test_name, root=root, ignored_files_note=ignored_files_note
+        data_name, named_files, write, val_name, test_name, root=root, ignored_files_note=ignored_files_note
     )

@@ -125,11 +125,11 @@ def held_out_mask(labels: np.ndarray, holdout: float | str) -> np.ndarray:
     exact_per_class = class_sizes * held_out_count / image_count
     held_out_per_class = np.minimum(exact_per_class.astype(np.int64), spare_per_class)
     # Hold out more images of the classes that are furthest below their exact share
-    while (missing_count := held_out_count - held_out_per_class.sum()) > 0:
-        open_classes = np.flatnonzero(held_out_per_class < spare_per_class)
-        excess_per_class = held_out_per_class[open_classes] - exact_per_class[open_classes]
-        neediest_first = open_classes[np.argsort(excess_per_class, kind="stable")]
-        held_out_per_class[neediest_first[:missing_count]] += 1
+    while (missing_image_count := held_out_count - held_out_per_class.sum()) > 0:
+        unfilled_classes = np.flatnonzero(held_out_per_class < spare_per_class)
+        excess_per_class = held_out_per_class[unfilled_classes] - exact_per_class[unfilled_classes]
+        neediest_classes_first = unfilled_classes[np.argsort(excess_per_class, kind="stable")]
+        held_out_per_class[neediest_classes_first[:missing_image_count]] += 1
     for label in np.flatnonzero(held_out_per_class):
         class_ids = np.flatnonzero(labels == label)
         ids_by_hash = class_ids[np.argsort(id_hashes[class_ids], kind="stable")]
@@ -203,35 +203,35 @@ class ArraySplit(Shuffled):
         """
         resident_images, (height, width) = self._images_by_device[device], self.size
         max_shift = min(height // 8, width - 1)  # 4 pixels for a 32-pixel image
-        for epoch, epoch_items in groupby(plan, itemgetter(0)):
-            while id_batches := [ids for _, ids in islice(epoch_items, BATCHES_SENT_AHEAD)]:
+        for epoch, epoch_plan_items in groupby(plan, itemgetter(0)):
+            while id_batches := [ids for _, ids in islice(epoch_plan_items, BATCHES_SENT_AHEAD)]:
                 all_ids, batch_sizes = np.concatenate(id_batches), [len(ids) for ids in id_batches]
                 source_rows = all_ids
                 if resident_images is None:  # each micro-batch is read into a separate array
                     source_rows = np.concatenate([np.arange(batch_size) for batch_size in batch_sizes])
                 drawn_moves = list[np.ndarray]()
                 if train:
-                    draws = uniforms(seed, epoch, all_ids, FLIP.stop)
-                    drawn_moves = list(random_moves(draws, max_shift, self.mirror))
+                    random_draws = uniforms(seed, epoch, all_ids, FLIP.stop)
+                    drawn_moves = list(random_moves(random_draws, max_shift, self.mirror))
                 labels_rows_and_moves = np.stack([self.labels[all_ids], source_rows, *drawn_moves])
                 sent_values = send(torch.from_numpy(labels_rows_and_moves), device)
                 sent_labels, sent_rows, sent_moves = sent_values[0], sent_values[1], sent_values[2:]
                 pixel_indices: tuple[Tensor, ...] = (sent_rows,)
                 if train:
-                    source_count = max(batch_sizes) if resident_images is None else len(resident_images)
-                    source_shape = (source_count, *self.images.shape[1:])
+                    source_image_count = max(batch_sizes) if resident_images is None else len(resident_images)
+                    source_shape = (source_image_count, *self.images.shape[1:])
                     pixel_indices = moved_pixel_indices(sent_rows, sent_moves, source_shape)
                 split_tensors = (tensor.split(batch_sizes) for tensor in (sent_labels, *pixel_indices))
-                for ids, labels, *batch_indices in zip(id_batches, *split_tensors, strict=True):
-                    yield epoch, ids, labels, batch_indices
+                for batch_ids, batch_labels, *batch_indices in zip(id_batches, *split_tensors, strict=True):
+                    yield epoch, batch_ids, batch_labels, batch_indices
 
-    def _read_images(self, ids: np.ndarray, device: torch.device) -> Tensor:
+    def _read_images(self, sample_ids: np.ndarray, device: torch.device) -> Tensor:
         """Copy images from the memory-mapped array to the device, uint8 [b, H, W, 3]."""
         # The pinned memory may be released at once, because torch's caching allocator reuses such memory only
         # after the copy ends.
-        is_pinned, batch_shape = device.type == "cuda", (len(ids), *self.images.shape[1:])
-        batch_images = torch.empty(batch_shape, dtype=torch.uint8, pin_memory=is_pinned)
-        image_rows = ids if self.image_rows is None else self.image_rows[ids]
+        uses_pinned_memory, batch_shape = device.type == "cuda", (len(sample_ids), *self.images.shape[1:])
+        batch_images = torch.empty(batch_shape, dtype=torch.uint8, pin_memory=uses_pinned_memory)
+        image_rows = sample_ids if self.image_rows is None else self.image_rows[sample_ids]
         # mode="clip" avoids the second copy that the default mode makes.
         np.take(self.images, image_rows, axis=0, out=batch_images.numpy(), mode="clip")
         return send(batch_images, device)
@@ -244,8 +244,8 @@ class ArraySplit(Shuffled):
         needed_bytes = len(self) * self.images.strides[0]
         if needed_bytes > free_bytes // 4:
             return None
-        images = self.images if self.image_rows is None else self.images[self.image_rows]
-        return torch.from_numpy(images).to(device)
+        split_images = self.images if self.image_rows is None else self.images[self.image_rows]
+        return torch.from_numpy(split_images).to(device)
 
 
 class EncodedSplit(Shuffled):
@@ -307,7 +307,7 @@ class EncodedSplit(Shuffled):
             )
 
     @contextmanager
-    def _fetch_images_ahead(self, plan: Plan, train: bool, workers: int) -> Iterator[Plan]:
+    def _fetch_images_ahead(self, plan: Plan, is_training: bool, worker_count: int) -> Iterator[Plan]:
         """Provide an iterator over the plan that yields each item once its images are on this host."""
         yield plan
 
@@ -374,8 +374,8 @@ class ShardSplit(EncodedSplit):
         # Fraction of this split that is evaluated. --max_val_images may reduce it
         limited_share = min(1.0, (recipe.max_val_images or math.inf) / len(self))
         self.evaluated_share = 1.0 if evaluated_split else limited_share
-        shard_path = cache.shard_path if cache else Path(location).joinpath
-        shard_paths = [shard_path(shard.file) for shard in self.shards]
+        shard_path_of = cache.shard_path if cache else Path(location).joinpath
+        shard_paths = [shard_path_of(shard.file) for shard in self.shards]
         # Function that opens the images in an ids file, or all images if the argument is None
         self.open_stored_images = partial(ShardImages, self.index_path, tuple(map(str, shard_paths)))
         self.open_images = partial(self.open_stored_images, part.ids_file)
@@ -385,13 +385,13 @@ class ShardSplit(EncodedSplit):
         self.ordered_samples.check_batch(batch)
         if self.cache is None or not isinstance(self.ordered_samples, Streamed):
             return
-        needed_bytes = self.needed_bytes(batch)
-        if needed_bytes > self.cache.limit_bytes:
-            enough_gib = math.ceil(needed_bytes / 2**30 * 1000) / 1000  # rounded up to 0.001 GiB
+        needed_cache_bytes = self.needed_bytes(batch)
+        if needed_cache_bytes > self.cache.limit_bytes:
+            enough_cache_gib = math.ceil(needed_cache_bytes / 2**30 * 1000) / 1000  # rounded up to 0.001 GiB
             raise ValueError(
                 f"--cache_gib {self.cache.limit_bytes / 2**30:g} is too small"
                 " for the shards that a host reads at once for its streams' windows and an evaluation."
-                f" Use --cache_gib {enough_gib:g}, reduce --shuffle_window or --streams,"
+                f" Use --cache_gib {enough_cache_gib:g}, reduce --shuffle_window or --streams,"
                 " or prepare smaller shards"
             )
 
@@ -402,15 +402,17 @@ class ShardSplit(EncodedSplit):
         steps_in_flight = math.ceil(max_items_in_flight(self.worker_count) / batch.accumulations)
         stream_images_in_flight = steps_in_flight * batch.total // self.ordered_samples.streams
         # The span covers the windows of the first and the last image in flight, and all images in between.
-        span_images = 2 * self.ordered_samples.window + stream_images_in_flight
-        training_bytes = min(streams_per_host * self._span_bytes(span_images), self._span_bytes(len(self)))
+        span_image_count = 2 * self.ordered_samples.window + stream_images_in_flight
+        training_bytes = min(
+            streams_per_host * self._span_bytes(span_image_count), self._span_bytes(len(self))
+        )
         return math.ceil(training_bytes + processes_per_host() * self._evaluation_bytes(batch.per_device))
 
     def _span_bytes(self, image_count: float) -> float:
         """Return the size in bytes of shards with consecutive images, plus one shard at each end."""
-        total_bytes = sum(shard.bytes for shard in self.shards)
-        edge_bytes = 2 * max(shard.bytes for shard in self.shards)
-        return min(image_count / len(self) * total_bytes + edge_bytes, total_bytes)
+        all_shard_bytes = sum(shard.bytes for shard in self.shards)
+        edge_shard_bytes = 2 * max(shard.bytes for shard in self.shards)
+        return min(image_count / len(self) * all_shard_bytes + edge_shard_bytes, all_shard_bytes)
 
     def _evaluation_bytes(self, micro_batch_size: int) -> float:
         """Return the size in bytes of the shards that an evaluating process reads at once during training."""
@@ -424,7 +426,7 @@ class ShardSplit(EncodedSplit):
         return self.ordered_samples.order(seed, epoch, batch)
 
     @contextmanager
-    def _fetch_images_ahead(self, plan: Plan, train: bool, workers: int) -> Iterator[Plan]:
+    def _fetch_images_ahead(self, plan: Plan, is_training: bool, worker_count: int) -> Iterator[Plan]:
         from onecurve.data.shard_cache import ShardPrefetcher
 
         plan_items = iter(plan)
@@ -437,8 +439,8 @@ class ShardSplit(EncodedSplit):
         if cache is None:
             yield plan
             return
-        evaluation_bytes = self._evaluation_bytes(len(first_ids)) if train else 0
-        max_items = max_items_in_flight(workers)
+        evaluation_bytes = self._evaluation_bytes(len(first_ids)) if is_training else 0
+        max_items = max_items_in_flight(worker_count)
         with (
             cache.reserve_share(evaluation_bytes) as share_bytes,
             closing(ShardPrefetcher(plan, self._shard_keys_of, cache, share_bytes, max_items)) as prefetcher,
@@ -451,20 +453,20 @@ class ShardSplit(EncodedSplit):
         The names file is next to the index. For data from earlier versions, which has no names file, names
         are read from the tar headers if the shards are on a local disk.
         """
-        file_name, image_count = names_file_name(self.part.split), sum(shard.images for shard in self.shards)
+        names_file, image_count = names_file_name(self.part.split), sum(shard.images for shard in self.shards)
         if self.location.startswith("s3://"):
             from onecurve.system.s3 import ObjectStore
 
-            names_content = ObjectStore(self.location).read(file_name, NAMES_LIMIT_BYTES)
+            names_content = ObjectStore(self.location).read(names_file, NAMES_LIMIT_BYTES)
             if names_content is None:
                 return without_names
-            return read_names(names_content, image_count, f"{self.location}/{file_name}")
-        if (names_path := Path(self.location) / file_name).exists():
+            return read_names(names_content, image_count, f"{self.location}/{names_file}")
+        if (names_path := Path(self.location) / names_file).exists():
             return open_names(names_path, image_count)
         return without_names if self.cache else self.open_stored_images(None).name
 
-    def _shard_keys_of(self, ids: np.ndarray) -> set[str]:
-        return {self.shards[shard_index].file for shard_index in set(self.shard_indices[ids].tolist())}
+    def _shard_keys_of(self, sample_ids: np.ndarray) -> set[str]:
+        return {self.shards[shard_index].file for shard_index in set(self.shard_indices[sample_ids].tolist())}
 
     @cached_property
     def shard_indices(self) -> np.ndarray:

@@ -31,7 +31,7 @@ HUB_DATA_SET_PATTERN = re.compile(r"hub:(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+))?", r
 USUAL_IMAGE_COLUMNS = ("img", "image")
 USUAL_LABEL_COLUMNS = ("label", "fine_label")
 OTHER_LABEL_COLUMNS = ("labels", "class", "category", "target")
-IMAGE_ROWS_PER_CHUNK, LABEL_ROWS_PER_CHUNK = 256, 1_000_000
+IMAGE_ROWS_PER_CHUNK, LABEL_ROWS_PER_CHUNK = 256, 1_000_000  # rows of a column that are read at once
 MAX_REASON_LENGTH = 300  # maximum number of characters of a Hub error's reason shown in a message
 MULTI_LABEL_ADVICE = (
     "Multi-label data is not supported, because the scripts train classifiers with one class per image."
@@ -57,7 +57,7 @@ class Table(NamedTuple):
 
     @contextmanager
     def open(self) -> "Iterator[tuple[pyarrow.Schema, Callable[..., Iterator[pyarrow.Array]]]]":
-        """Provide the schema, and a function `read_column(name, n)` that yields chunks of n values.
+        """Provide the schema, and a function `read_column(column_name, n)` that yields chunks of n values.
 
         Raises:
             ValueError: If pyarrow can't read the table. The message contains the table's name.
@@ -68,34 +68,34 @@ class Table(NamedTuple):
         try:
             if isinstance(self.content, Path) and self.content.suffix != ".arrow":
                 # The file is opened here, because pyarrow rejects file names that are not UTF-8
-                with open(self.content, "rb") as stream:
-                    parquet_file = pa.parquet.ParquetFile(stream)
+                with open(self.content, "rb") as table_stream:
+                    parquet_file = pa.parquet.ParquetFile(table_stream)
 
-                    def read_parquet_column(name: str, chunk_rows: int) -> "Iterator[pyarrow.Array]":
-                        for batch in parquet_file.iter_batches(chunk_rows, columns=[name]):
-                            yield batch.column(0)
+                    def read_parquet_column(column_name: str, chunk_rows: int) -> "Iterator[pyarrow.Array]":
+                        for row_batch in parquet_file.iter_batches(chunk_rows, columns=[column_name]):
+                            yield row_batch.column(0)
 
                     yield parquet_file.schema_arrow, read_parquet_column
                 return
             arrow_table = self.content
             if isinstance(arrow_table, Path):
-                with open(arrow_table, "rb") as stream:
-                    arrow_table = pa.ipc.open_stream(stream).read_all()
+                with open(arrow_table, "rb") as table_stream:
+                    arrow_table = pa.ipc.open_stream(table_stream).read_all()
 
-            def read_arrow_column(name: str, chunk_rows: int) -> "Iterator[pyarrow.Array]":
-                for batch in arrow_table.select([name]).to_batches(chunk_rows):
-                    yield batch.column(0)
+            def read_arrow_column(column_name: str, chunk_rows: int) -> "Iterator[pyarrow.Array]":
+                for row_batch in arrow_table.select([column_name]).to_batches(chunk_rows):
+                    yield row_batch.column(0)
 
             yield arrow_table.schema, read_arrow_column
         except (pa.ArrowException, OSError) as error:
-            first_line = str(error).splitlines()[0].rstrip(".")
-            reason = f"{first_line}. The file may be incomplete. Download the file again"
+            first_error_line = str(error).splitlines()[0].rstrip(".")
+            unreadable_reason = f"{first_error_line}. The file may be incomplete. Download the file again"
             if isinstance(self.content, Path):
-                reason = lfs_pointer_problem(self.content) or reason
-            raise ValueError(f"{self.display_name} cannot be read: {reason}") from None
+                unreadable_reason = lfs_pointer_problem(self.content) or unreadable_reason
+            raise ValueError(f"{self.display_name} cannot be read: {unreadable_reason}") from None
         except UnicodeDecodeError:
-            problem = "contains a name or label that is not encoded in UTF-8"
-            raise ValueError(f"{self.display_name} {problem}") from None
+            encoding_problem = "contains a name or label that is not encoded in UTF-8"
+            raise ValueError(f"{self.display_name} {encoding_problem}") from None
 
 
 # Finding tables
@@ -107,7 +107,7 @@ def parquet_files(root: Path) -> dict[str, list[Path]] | None:
     A file's split is determined by its name (train-*.parquet, val-*.parquet, validation-*.parquet,
     valid-*.parquet or test-*.parquet) or by its folder (for example train/*.parquet).
     """
-    candidate_folders = [root, *(root / name for name in folder_names(root))]
+    candidate_folders = [root, *(root / folder_name for folder_name in folder_names(root))]
     for files_of_split in (_files_named_after, _files_in_split_folder):
         data_folders = [folder for folder in candidate_folders if files_of_split(folder, "train")]
         if data_folders:
@@ -120,7 +120,7 @@ def parquet_files(root: Path) -> dict[str, list[Path]] | None:
             f"--data {root} contains several data sets ({folder_list}). Pass the folder of one data set"
         )
     files_by_split = {split: files_of_split(data_folders[0], split) for split in ("train", *VAL_NAMES)}
-    return {split: files for split, files in files_by_split.items() if files}
+    return {split: split_files for split, split_files in files_by_split.items() if split_files}
 
 
 def is_named_after(file: Path, split: str) -> bool:
@@ -128,7 +128,7 @@ def is_named_after(file: Path, split: str) -> bool:
 
 
 def _files_named_after(folder: Path, split: str) -> list[Path]:
-    return sorted(file for file in folder.iterdir() if is_named_after(file, split))
+    return sorted(parquet_file for parquet_file in folder.iterdir() if is_named_after(parquet_file, split))
 
 
 def _files_in_split_folder(folder: Path, split: str) -> list[Path]:
@@ -148,18 +148,20 @@ def saved_files(root: Path) -> dict[str, list[Path]] | None:
     if (root / "state.json").is_file() and (root / "dataset_info.json").is_file():
         folder_by_split = {"train": root}
     elif (root / "dataset_dict.json").is_file():
-        folder_by_split = {split: root / name for split, name in split_folders(root).items()}
+        folder_by_split = {split: root / folder_name for split, folder_name in split_folders(root).items()}
     else:
         return None
     files_by_split = {}
-    for split, folder in folder_by_split.items():
-        if (state_file := folder / "state.json").is_file():
+    for split, split_folder in folder_by_split.items():
+        if (state_file := split_folder / "state.json").is_file():
             try:
                 file_entries = json.loads(state_file.read_bytes())["_data_files"]
-                files_by_split[split] = [folder / Path(entry["filename"]).name for entry in file_entries]
+                files_by_split[split] = [
+                    split_folder / Path(file_entry["filename"]).name for file_entry in file_entries
+                ]
             except (ValueError, KeyError, TypeError):
-                problem = "does not list data files in the format that `datasets` writes"
-                raise ValueError(f"{state_file} {problem}") from None
+                state_problem = "does not list data files in the format that `datasets` writes"
+                raise ValueError(f"{state_file} {state_problem}") from None
     return files_by_split
 
 
@@ -188,12 +190,12 @@ def load_from_hub(data: str, beat: Heartbeat) -> dict[str, Any]:
     try:
         return run_with_heartbeat(load_data_set, beat)
     except Exception as error:  # `datasets` raises many exception types, for example for a full disk
-        first_reason = next(filter(None, (*hub_problems, str(error), type(error).__name__)))
-        reason = " ".join(first_reason.split())
-        ellipsis = " ..." if len(reason) > MAX_REASON_LENGTH else ""
+        first_failure_reason = next(filter(None, (*hub_problems, str(error), type(error).__name__)))
+        failure_reason = " ".join(first_failure_reason.split())
+        reason_ellipsis = " ..." if len(failure_reason) > MAX_REASON_LENGTH else ""
         raise ValueError(
             f"--data {data}: {repository_name} could not be loaded from the hub"
-            f" ({printable(reason[:MAX_REASON_LENGTH])}{ellipsis})."
+            f" ({printable(failure_reason[:MAX_REASON_LENGTH])}{reason_ellipsis})."
             " Without network access, use --data digits, or --data FOLDER"
             " with the hub's train-*.parquet and test-*.parquet files in FOLDER"
         ) from error
@@ -213,8 +215,8 @@ def write_tables(
     class_names, labels_by_split = read_labels(tables_by_split, columns, beat)
     for split, (labels, row_counts) in labels_by_split.items():
         save_labels(folder, split, labels)
-        images = read_images(tables_by_split[split], columns, beat)
-        save_images(folder, split, save_names_on_read(images, folder, split), tables=row_counts)
+        table_images = read_images(tables_by_split[split], columns, beat)
+        save_images(folder, split, save_names_on_read(table_images, folder, split), tables=row_counts)
     return class_names
 
 
@@ -248,7 +250,7 @@ def read_labels(
             raw_labels_by_split[split] = raw_labels
     has_class_names = bool(raw_labels_by_split["train"].class_names)
     all_labels = raw_labels_by_split.values()
-    label_types = {type(value) for raw_labels in all_labels for value in raw_labels.label_values}
+    label_types = {type(raw_label) for raw_labels in all_labels for raw_label in raw_labels.label_values}
     if len(label_types) > 1 or (has_class_names and str in label_types):
         table_names = [table.display_name for tables in tables_by_split.values() for table in tables]
         raise ValueError(
@@ -265,9 +267,9 @@ def read_labels(
     for split, (label_values, row_codes, class_names, row_counts) in raw_labels_by_split.items():
         table_name, split_classes = tables_by_split[split][0].display_name, classes_by_split[split]
         if bool(class_names) != has_class_names:
-            problem = f"only one of the splits train and {split} contains class names"
-            raise ValueError(f"{table_name}: {problem}")
-        class_by_value: dict[Any, Any] = {value: value for value in split_classes}
+            class_names_problem = f"only one of the splits train and {split} contains class names"
+            raise ValueError(f"{table_name}: {class_names_problem}")
+        class_by_value: dict[Any, Any] = {split_class: split_class for split_class in split_classes}
         if class_names:
             class_by_value = dict(enumerate(split_classes))
         has_unknown_label = np.array([value not in class_by_value for value in label_values])[row_codes]
@@ -278,12 +280,12 @@ def read_labels(
                 f" is out of range for {len(split_classes)} classes"
                 f" (rows with such labels: {has_unknown_label.sum():,})"
             )
-        present_classes = {str(class_by_value[value]) for value in label_values}
+        present_classes = {str(class_by_value[raw_label]) for raw_label in label_values}
         refuse_unknown_classes(table_name, f"the {split} split", present_classes, map(str, train_classes))
         # A class name may occur twice, so labels are not looked up by name if the splits' class names are
         # identical.
         if not class_names or split_classes != train_classes:
-            label_values = [train_label_by_class[class_by_value[value]] for value in label_values]
+            label_values = [train_label_by_class[class_by_value[raw_label]] for raw_label in label_values]
         labels_by_split[split] = TableLabels(np.array(label_values)[row_codes], row_counts)
     return tuple(map(str, train_classes)), labels_by_split
 
@@ -297,7 +299,7 @@ class _RawLabels(NamedTuple):
     row_counts: list[tuple[str, int]]  # name and row count of each table
 
 
-def _read_raw_labels(split: str, tables: list[Table], chosen: Columns, beat: Heartbeat) -> _RawLabels:
+def _read_raw_labels(split: str, tables: list[Table], chosen_columns: Columns, beat: Heartbeat) -> _RawLabels:
     """Read the labels of one split.
 
     Raises:
@@ -308,16 +310,16 @@ def _read_raw_labels(split: str, tables: list[Table], chosen: Columns, beat: Hea
     for table in tables:
         table_name = table.display_name
         with table.open() as (schema, read_column):
-            column_name = find_label_column(schema, chosen, table_name)
-            feature = _features_by_column(schema, table_name).get(column_name, {})
-            chunks = read_column(column_name, LABEL_ROWS_PER_CHUNK)
-            chunk_codes = [_value_codes(chunk, code_by_value, table_name) for chunk in chunks]
+            column_name = find_label_column(schema, chosen_columns, table_name)
+            label_feature = _features_by_column(schema, table_name).get(column_name, {})
+            label_chunks = read_column(column_name, LABEL_ROWS_PER_CHUNK)
+            chunk_codes = [_value_codes(chunk, code_by_value, table_name) for chunk in label_chunks]
         table_codes = np.concatenate(chunk_codes) if chunk_codes else np.zeros(0, np.int32)
         if split == "test" and (table_codes < 0).all():
             table_codes[:] = code_by_value.setdefault(-1, len(code_by_value))
         if (table_codes < 0).any():
             raise ValueError(f"row {int((table_codes < 0).argmax())} of {table_name} has no label")
-        class_names = tuple(feature.get("names") or ())
+        class_names = tuple(label_feature.get("names") or ())
         if split_class_names is None:
             split_class_names = class_names
         if class_names != split_class_names:
@@ -348,14 +350,14 @@ def _value_codes(chunk: "pyarrow.Array", code_by_value: dict[Any, int], table_na
     if pa.types.is_nested(chunk.type):
         raise ValueError(f"the labels in {table_name} have type {chunk.type} instead of numbers or names")
     encoded_chunk = chunk if pa.types.is_dictionary(chunk.type) else chunk.dictionary_encode()
-    distinct_values = encoded_chunk.dictionary.to_pylist()
-    values = [str(value) if isinstance(value, bool) else value for value in distinct_values]
-    if unsupported_types := {type(value) for value in values} - {int, str, type(None)}:
+    distinct_labels = encoded_chunk.dictionary.to_pylist()
+    labels = [str(label) if isinstance(label, bool) else label for label in distinct_labels]
+    if unsupported_types := {type(label) for label in labels} - {int, str, type(None)}:
         type_name = unsupported_types.pop().__name__
         raise ValueError(f"the labels in {table_name} have type {type_name} instead of numbers or names")
-    codes = [-1 if value is None else code_by_value.setdefault(value, len(code_by_value)) for value in values]
-    value_indices = encoded_chunk.indices.fill_null(len(codes)).to_numpy(zero_copy_only=False)
-    return np.array([*codes, -1], np.int32)[value_indices]
+    codes = [-1 if label is None else code_by_value.setdefault(label, len(code_by_value)) for label in labels]
+    label_indices = encoded_chunk.indices.fill_null(len(codes)).to_numpy(zero_copy_only=False)
+    return np.array([*codes, -1], np.int32)[label_indices]
 
 
 class TableImage(NamedTuple):
@@ -371,9 +373,9 @@ def read_images(tables: list[Table], chosen: Columns, beat: Heartbeat) -> Iterat
         with table.open() as (schema, read_column):
             first_row = 0
             column_name = find_image_column(schema, chosen, table.display_name)
-            for chunk in read_column(column_name, IMAGE_ROWS_PER_CHUNK):
-                yield from _images_in_chunk(chunk, table, first_row)
-                first_row += len(chunk)
+            for image_chunk in read_column(column_name, IMAGE_ROWS_PER_CHUNK):
+                yield from _images_in_chunk(image_chunk, table, first_row)
+                first_row += len(image_chunk)
                 beat()
 
 
@@ -388,19 +390,19 @@ def _images_in_chunk(chunk: "pyarrow.Array", table: Table, first_row: int) -> li
     import pyarrow as pa
 
     if not _holds_bytes(chunk.type):
-        problem = f"the image column has type {chunk.type} instead of image bytes"
-        raise ValueError(f"{table.display_name}: {problem}")
-    images = []
-    for row, value in enumerate(chunk.to_pylist(), first_row):
-        image_bytes, file = value, None
+        type_problem = f"the image column has type {chunk.type} instead of image bytes"
+        raise ValueError(f"{table.display_name}: {type_problem}")
+    table_images = []
+    for row, image_value in enumerate(chunk.to_pylist(), first_row):
+        image_bytes, file = image_value, None
         if pa.types.is_struct(chunk.type):
-            image_bytes, file = (value or {}).get("bytes"), (value or {}).get("path")
+            image_bytes, file = (image_value or {}).get("bytes"), (image_value or {}).get("path")
         if image_bytes is None and file and not isinstance(table.content, Path) and os.path.isfile(file):
             image_bytes = Path(file).read_bytes()
         if image_bytes is None:
             raise ValueError(f"row {row} of {table.display_name} has no image bytes")
-        images.append(TableImage(image_bytes, file or ""))
-    return images
+        table_images.append(TableImage(image_bytes, file or ""))
+    return table_images
 
 
 def _holds_bytes(column_type: "pyarrow.DataType") -> bool:
@@ -417,15 +419,15 @@ def _holds_bytes(column_type: "pyarrow.DataType") -> bool:
 
 def find_image_column(schema: "pyarrow.Schema", chosen: Columns, table_name: str) -> str:
     """Return the chosen image column, or else a column named img or image, or else the only image column."""
-    features = _features_by_column(schema, table_name)
-    candidates = [
+    feature_by_column = _features_by_column(schema, table_name)
+    image_columns = [
         field.name
         for field in schema
         if _holds_bytes(field.type)
         # Audio columns also contain bytes
-        and features.get(field.name, {}).get("_type", "Image") in ("Image", "Value")
+        and feature_by_column.get(field.name, {}).get("_type", "Image") in ("Image", "Value")
     ]
-    return choose_column(schema.names, "image", chosen.image, USUAL_IMAGE_COLUMNS, candidates, table_name)
+    return choose_column(schema.names, "image", chosen.image, USUAL_IMAGE_COLUMNS, image_columns, table_name)
 
 
 def find_label_column(schema: "pyarrow.Schema", chosen: Columns, table_name: str) -> str:
@@ -446,12 +448,16 @@ def find_label_column(schema: "pyarrow.Schema", chosen: Columns, table_name: str
         types.is_boolean,
     )
     features = _features_by_column(schema, table_name)
-    candidates = [name for name in schema.names if features.get(name, {}).get("_type") == "ClassLabel"]
-    candidates = candidates or [name for name in schema.names if name.lower() in OTHER_LABEL_COLUMNS]
-    candidates = candidates or [
+    label_columns = [
+        column for column in schema.names if features.get(column, {}).get("_type") == "ClassLabel"
+    ]
+    label_columns = label_columns or [
+        column for column in schema.names if column.lower() in OTHER_LABEL_COLUMNS
+    ]
+    label_columns = label_columns or [
         field.name for field in schema if any(is_type(field.type) for is_type in label_type_tests)
     ]
-    return choose_column(schema.names, "label", chosen.label, USUAL_LABEL_COLUMNS, candidates, table_name)
+    return choose_column(schema.names, "label", chosen.label, USUAL_LABEL_COLUMNS, label_columns, table_name)
 
 
 def choose_column(
@@ -476,23 +482,23 @@ def choose_column(
         ValueError: If the chosen column is missing, or if the column can't be determined.
     """
     if chosen_name and chosen_name not in column_names:
-        problem = f"{table_name} contains only the columns {some_of(column_names)}"
-        raise ValueError(f"--{content}_column {chosen_name}: {problem}")
-    if name := chosen_name or next((name for name in usual_names if name in column_names), None):
-        return name
+        column_problem = f"{table_name} contains only the columns {some_of(column_names)}"
+        raise ValueError(f"--{content}_column {chosen_name}: {column_problem}")
+    if column := chosen_name or next((column for column in usual_names if column in column_names), None):
+        return column
     if len(candidates) == 1:
         return candidates[0]
-    problem = f"no {content} column ({', '.join(usual_names)}), only {some_of(column_names)}"
+    column_problem = f"no {content} column ({', '.join(usual_names)}), only {some_of(column_names)}"
     if candidates:
-        problem = f"several {content} columns ({some_of(candidates)})"
-    raise ValueError(f"{table_name} contains {problem}. Choose a column with --{content}_column")
+        column_problem = f"several {content} columns ({some_of(candidates)})"
+    raise ValueError(f"{table_name} contains {column_problem}. Choose a column with --{content}_column")
 
 
 def _features_by_column(schema: "pyarrow.Schema", table_name: str) -> dict[str, dict[str, Any]]:
     """Return each column's feature from `datasets` metadata in the schema, or {} without such metadata."""
     try:
-        metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-        all_features = (metadata.get("info") or {}).get("features") or {}
+        hub_metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+        all_features = (hub_metadata.get("info") or {}).get("features") or {}
         features = {column: feature for column, feature in all_features.items() if isinstance(feature, dict)}
         class_name_lists = [feature.get("names") or [] for feature in features.values()]
     except (ValueError, AttributeError, RecursionError):
@@ -505,5 +511,5 @@ def _features_by_column(schema: "pyarrow.Schema", table_name: str) -> dict[str, 
     )
 
 
-def _is_list_of_strings(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+def _is_list_of_strings(json_value: Any) -> bool:
+    return isinstance(json_value, list) and all(isinstance(list_item, str) for list_item in json_value)

@@ -99,7 +99,7 @@ def decoded_batches(
     # The loader reads ahead in the first copy of the plan to supply the workers. The loop below reads one
     # item of the second copy per finished micro-batch.
     prefetched_plan, consumed_plan = itertools.tee(plan)
-    loader = DataLoader(
+    crop_loader = DataLoader(
         _CropDataset(open_images, train, crop_size, seed, skip_broken, crop, crop_scale),
         sampler=prefetched_plan,
         batch_size=None,  # because each item of the plan is already a batch
@@ -109,7 +109,7 @@ def decoded_batches(
         worker_init_fn=start_worker if worker_count else None,
         pin_memory=device.type == "cuda",
     )
-    with closing(while_workers_live(loader)) as decoded_crops:
+    with closing(while_workers_live(crop_loader)) as decoded_crops:
         crops_with_ids = zip(decoded_crops, consumed_plan, strict=False)
         for (crops, error_by_id, batch_error, retry_cause), (epoch, ids) in crops_with_ids:
             if retry_cause:
@@ -153,8 +153,8 @@ def while_workers_live(loader: Iterable[Item]) -> Generator[Item, None, None]:
         is_lost_batch = not isinstance(error, RuntimeError) and not str(error).startswith("Caught")
         if not (is_worker_exit or is_lost_batch):
             raise
-        problem = "a decoding process was killed, because memory or shared memory ran out"
-        raise ValueError(f"{problem}. {SHARED_MEMORY_ADVICE}") from None
+        worker_problem = "a decoding process was killed, because memory or shared memory ran out"
+        raise ValueError(f"{worker_problem}. {SHARED_MEMORY_ADVICE}") from None
 
 
 def max_items_in_flight(worker_count: int) -> int:
@@ -179,7 +179,7 @@ class _CropDataset(Dataset):
         self.crop_size, self.crop, self.crop_scale = crop_size, crop, crop_scale
         self.images: EncodedImages | None = None  # opened by the first item
 
-    def __getitem__(self, item: PlanItem) -> DecodedCrops:
+    def __getitem__(self, plan_item: PlanItem) -> DecodedCrops:
         """Return the crops of one micro-batch, or an error.
 
         Errors are returned as strings, because torch would add a worker's traceback to an exception. Crops
@@ -187,9 +187,9 @@ class _CropDataset(Dataset):
         atomically, so a killed worker never leaves a partial result for which the trainer would wait.
 
         Args:
-            item: Epoch and sample ids, int64 [b].
+            plan_item: Epoch and sample ids, int64 [b].
         """
-        epoch, ids = item
+        epoch, ids = plan_item
         self.images = self.images or self.open_images()
         crop_draws = uniforms(self.seed, epoch, ids, CROP.stop)[:, CROP] if self.train else None
         crops = torch.empty(len(ids), self.crop_size, self.crop_size, 3, dtype=torch.uint8)
@@ -227,14 +227,14 @@ class _CropDataset(Dataset):
         return DecodedCrops(crops, error_by_id, batch_error, first_retry_error())
 
 
-def _source_positions(ids: np.ndarray, error_by_id: dict[int, str]) -> np.ndarray:
+def _source_positions(sample_ids: np.ndarray, error_by_id: dict[int, str]) -> np.ndarray:
     """Return the index of the image used at each position in the micro-batch, int64 [b].
 
     A broken image is replaced with the next intact image, or with the first intact image at the end.
     """
-    intact_positions = np.flatnonzero(~np.isin(ids, list(error_by_id)))
-    next_intact = np.searchsorted(intact_positions, np.arange(len(ids))) % len(intact_positions)
-    return intact_positions[next_intact]
+    intact_positions = np.flatnonzero(~np.isin(sample_ids, list(error_by_id)))
+    next_intact_index = np.searchsorted(intact_positions, np.arange(len(sample_ids))) % len(intact_positions)
+    return intact_positions[next_intact_index]
 
 
 def _share_crops(crops: Tensor, prefetched_batches: int) -> str:
@@ -250,9 +250,9 @@ def _share_crops(crops: Tensor, prefetched_batches: int) -> str:
     """
     try:
         crops.share_memory_()
-    except RuntimeError as error:
+    except RuntimeError as sharing_error:
         # Error messages of torch 2.15 and torch 2.11, respectively
-        if "No space left" not in str(error) and "allocate shared memory" not in str(error):
+        if "No space left" not in str(sharing_error) and "allocate shared memory" not in str(sharing_error):
             raise
         return (
             f"/dev/shm is full. Each process prefetches up to {prefetched_batches} micro-batches"
@@ -280,8 +280,8 @@ def _forkserver() -> multiprocessing.context.BaseContext:
     module_names = []
     for script_global in list(vars(sys.modules["__main__"]).values()):
         is_module = isinstance(script_global, ModuleType)
-        name = script_global.__name__ if is_module else getattr(script_global, "__module__", None)
-        module_names.append(name)
+        module_name = script_global.__name__ if is_module else getattr(script_global, "__module__", None)
+        module_names.append(module_name)
     script_modules = {name for name in module_names if isinstance(name, str) and name in sys.modules}
     forkserver_context = multiprocessing.get_context("forkserver")
     # Preloading a library that can't be loaded would end the server.
@@ -295,11 +295,11 @@ def _forkserver() -> multiprocessing.context.BaseContext:
     # The fork server and the workers inherit the signal mask, so that a signal to the process group can't end
     # a worker during startup.
     multiprocessing.resource_tracker.ensure_running()  # unblocks signals, so this call must precede the mask
-    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, TRAINER_SIGNALS)
+    previous_signal_mask = signal.pthread_sigmask(signal.SIG_BLOCK, TRAINER_SIGNALS)
     try:
         multiprocessing.forkserver.ensure_running()
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_signal_mask)
         if previous_python_path is None:
             os.environ.pop("PYTHONPATH", None)
         else:
@@ -312,9 +312,9 @@ def _kill_workers() -> None:
 
     Without this function, multiprocessing would send SIGTERM, which workers ignore, and wait forever.
     """
-    for process in multiprocessing.active_children():
-        if process.daemon:
-            process.kill()
+    for worker_process in multiprocessing.active_children():
+        if worker_process.daemon:
+            worker_process.kill()
 
 
 def start_worker(_worker_id: int) -> None:
@@ -338,6 +338,6 @@ def start_worker(_worker_id: int) -> None:
     threading.Thread(target=exit_with_trainer, daemon=True).start()
 
 
-def _exit_unsent(error: Exception, _unsent_object) -> None:
-    log.warning(f"a decoding process can't send its images: {error}")
+def _exit_unsent(send_error: Exception, _unsent_object) -> None:
+    log.warning(f"a decoding process can't send its images: {send_error}")
     os._exit(1)

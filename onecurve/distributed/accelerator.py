@@ -224,9 +224,9 @@ def _agree_on_start(
         accelerator.print(
             f"rehearsal on CPU: {batch.processes} gloo processes stand in for {batch.processes} GPUs"
         )
-    for remark in (*config_remarks, replacement_problem(), launcher_sigterm_warning()):
-        if remark:
-            accelerator.print(remark)
+    for startup_remark in (*config_remarks, replacement_problem(), launcher_sigterm_warning()):
+        if startup_remark:
+            accelerator.print(startup_remark)
     accelerator.print(
         f"{strategy(accelerator)}, {batch}, mixed precision {precision(accelerator)}"
         + _describe_uncommon_settings(accelerator, batch)
@@ -235,16 +235,16 @@ def _agree_on_start(
 
 def _describe_uncommon_settings(accelerator: JobAccelerator, batch: Batch) -> str:
     """Return the end of the startup line, with the less common settings."""
-    description = f", compiled ({accelerator.compilation})" if accelerator.compilation else ""
-    description += ", half-precision weights" if accelerator.precision.half_precision == "weights" else ""
-    description += ", activation checkpointing" if accelerator.grad_checkpointing else ""
-    description += ", a CUDA graph for each step" if accelerator.step_graph else ""
+    settings_text = f", compiled ({accelerator.compilation})" if accelerator.compilation else ""
+    settings_text += ", half-precision weights" if accelerator.precision.half_precision == "weights" else ""
+    settings_text += ", activation checkpointing" if accelerator.grad_checkpointing else ""
+    settings_text += ", a CUDA graph for each step" if accelerator.step_graph else ""
     if accelerator.deterministic:
-        description += ", deterministic"
+        settings_text += ", deterministic"
         if batch.processes * batch.accumulations > 1:
-            description += " (gradients in float64: twice the memory and traffic)"
-        description += f", threads {torch.get_num_threads()}" if accelerator.device.type == "cpu" else ""
-    return description
+            settings_text += " (gradients in float64: twice the memory and traffic)"
+        settings_text += f", threads {torch.get_num_threads()}" if accelerator.device.type == "cpu" else ""
+    return settings_text
 
 
 def make_accelerator(
@@ -296,8 +296,8 @@ def make_accelerator(
             from torch.distributed.fsdp import MixedPrecisionPolicy
 
             fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
-    is_cpu = accelerator.device.type == "cpu"
-    if is_cpu and mixed_precision == "fp16" and accelerator.distributed_type != DistributedType.DEEPSPEED:
+    on_cpu = accelerator.device.type == "cpu"
+    if on_cpu and mixed_precision == "fp16" and accelerator.distributed_type != DistributedType.DEEPSPEED:
         accelerate_.scale_loss_on_cpu(accelerator)
     return accelerator
 
@@ -347,7 +347,7 @@ def _wrap_in_stages(
         kernel_error = kernel_failure(model, accelerator.device, attention_dtype)
         if kernel_error is not None:  # all ranks must use the same attention kernel
             kernel_errors_by_rank = gather_object([kernel_error])
-            kernel_error = next((error_text for error_text in kernel_errors_by_rank if error_text), "")
+            kernel_error = next((rank_error for rank_error in kernel_errors_by_rank if rank_error), "")
         if kernel_error:
             accelerator.print(
                 "using torch's attention"
@@ -370,20 +370,20 @@ def _wrap_in_stages(
     if accelerator.compilation:
         as_one_graph = strategy(accelerator) in ("single", "ddp") and not accelerator.grad_checkpointing
         as_one_graph &= not accelerator.deterministic  # results must match FSDP2's block-by-block compilation
-        accumulations = accelerator.gradient_accumulation_steps
-        compile_blocks(model, accelerator.compilation, as_one_graph, accumulations)
+        micro_batches_per_step = accelerator.gradient_accumulation_steps
+        compile_blocks(model, accelerator.compilation, as_one_graph, micro_batches_per_step)
     if accelerator.grad_checkpointing:
         checkpoint_activations(model)
     # Accelerate itself applies autocast for single and ddp
-    is_sharded = strategy(accelerator) not in ("single", "ddp")
-    if is_sharded and accelerator.precision.half_precision == "autocast":
+    is_model_sharded = strategy(accelerator) not in ("single", "ddp")
+    if is_model_sharded and accelerator.precision.half_precision == "autocast":
         autocast_forward(accelerator, model)
     adds_exactly = accelerator.deterministic and accelerator.distributed_type != DistributedType.DEEPSPEED
     if adds_exactly and (accelerator.device.type == "cpu" or sharding(accelerator).get("offload_params")):
         use_foreach(optimizer)  # the optimizer steps on the CPU
     elif adds_exactly and accelerator.scaler:  # fused SGD rounds differently if it unscales gradients
         torch_.unscale_before_step(optimizer)
-    if adds_exactly and not is_sharded:  # ExactSum replaces DDP's gradient exchange
+    if adds_exactly and not is_model_sharded:  # ExactSum replaces DDP's gradient exchange
         prepared_model = accelerator.prepare_model(model, evaluation_mode=True)
         prepared_optimizer = accelerator.prepare_optimizer(optimizer)
     else:
@@ -421,17 +421,17 @@ def _fill_deepspeed_config(deepspeed_config: dict[str, Any], batch: Batch, clip_
         "gradient_accumulation_steps": batch.accumulations,
         "gradient_clipping": clip_norm,
     }
-    for key, recipe_value in recipe_values.items():
-        if deepspeed_config.get(key, "auto") not in ("auto", recipe_value) and rank() == 0:
+    for config_key, recipe_value in recipe_values.items():
+        if deepspeed_config.get(config_key, "auto") not in ("auto", recipe_value) and rank() == 0:
             log.info(
-                f"replacing {key} {deepspeed_config[key]} in the DeepSpeed config"
+                f"replacing {config_key} {deepspeed_config[config_key]} in the DeepSpeed config"
                 f" with the recipe's value, {recipe_value}"
             )
-        deepspeed_config[key] = recipe_value
+        deepspeed_config[config_key] = recipe_value
     deepspeed_config.setdefault("steps_per_print", sys.maxsize)  # the script writes its own log
-    for remark in replace_auto_values(deepspeed_config):
+    for config_remark in replace_auto_values(deepspeed_config):
         if rank() == 0:
-            log.info(remark)
+            log.info(config_remark)
     deepspeed_.hide_untested_optimizers()
     # With offload, Accelerate would replace the script's optimizer with DeepSpeed's Adam and compile it.
     deepspeed_config.setdefault("zero_force_ds_cpu_optimizer", False)

@@ -17,8 +17,8 @@ from onecurve.system.env import local_rank
 from onecurve.system.phase import in_phase
 
 Work = Callable[[Callable[[], None]], Any]  # function work(heartbeat) that returns a JSON value
-HEARTBEAT_INTERVAL_S = 1
-STOP_TIMEOUT_S = 240  # Seconds to wait for a worker after a signal, because one S3 request may take this long
+HEARTBEAT_INTERVAL_S = 1  # minimum number of seconds between a worker's heartbeats
+STOP_TIMEOUT_S = 240  # seconds to wait for a worker after a signal, because one S3 request may take this long
 
 
 def agree(accelerator: Accelerator, values: dict[str, Any]) -> None:
@@ -34,17 +34,17 @@ def agree(accelerator: Accelerator, values: dict[str, Any]) -> None:
     """
     own_json = {name: json.dumps(value, sort_keys=True, default=str) for name, value in values.items()}
     hosts_and_json = gather_object([(socket.gethostname(), own_json)])
-    for name in own_json:
-        json_by_rank = [json_by_name.get(name) for _, json_by_name in hosts_and_json]
-        [(majority_json, _)] = Counter(json_by_rank).most_common(1)
-        deviating_ranks = [rank for rank, rank_json in enumerate(json_by_rank) if rank_json != majority_json]
-        if deviating_ranks:
-            deviating_host, _ = hosts_and_json[deviating_ranks[0]]
-            deviating_json = json_by_rank[deviating_ranks[0]]
+    for value_name in own_json:
+        json_by_rank = [json_by_name.get(value_name) for _, json_by_name in hosts_and_json]
+        [(common_json, _)] = Counter(json_by_rank).most_common(1)
+        outlier_ranks = [rank for rank, rank_json in enumerate(json_by_rank) if rank_json != common_json]
+        if outlier_ranks:
+            outlier_host, _ = hosts_and_json[outlier_ranks[0]]
+            outlier_json = json_by_rank[outlier_ranks[0]]
             raise ValueError(
-                f"the processes do not agree: {name} is {_format_difference(deviating_json, majority_json)}"
-                f" on rank {', '.join(map(str, deviating_ranks))} (host {deviating_host}),"
-                f" but {_format_difference(majority_json, deviating_json)} on the other ranks."
+                f"the processes do not agree: {value_name} is {_format_difference(outlier_json, common_json)}"
+                f" on rank {', '.join(map(str, outlier_ranks))} (host {outlier_host}),"
+                f" but {_format_difference(common_json, outlier_json)} on the other ranks."
                 " Start all processes with the same code, flags, packages and data."
             )
 
@@ -80,19 +80,21 @@ def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int, *, pe
     if this_rank == worker_rank:
         try:
             with in_phase(f"preparing the {topic}"):
-                outcome = (ExitReason.NONE, work(_make_heartbeat(channel, key_prefix)))
+                own_outcome = (ExitReason.NONE, work(_make_heartbeat(channel, key_prefix)))
         except (ValueError, OSError) as error:
-            outcome = (ExitReason.PROBLEM, f"{error} (on host {socket.gethostname()})")
+            own_outcome = (ExitReason.PROBLEM, f"{error} (on host {socket.gethostname()})")
         except Preempted:
-            outcome = (ExitReason.STOP, None)
-        channel.post(f"{key_prefix}/{this_rank}", outcome)
+            own_outcome = (ExitReason.STOP, None)
+        channel.post(f"{key_prefix}/{this_rank}", own_outcome)
     with in_phase(f"waiting for the {topic}"):
         outcome_by_rank: dict[int, Any] = {}
         heartbeat_count, heartbeat_at, stop_posted_at = -1, time.monotonic(), 0.0
         while pending_ranks := worker_ranks - outcome_by_rank.keys():
-            answer_by_rank = {rank: channel.read(f"{key_prefix}/{rank}") for rank in pending_ranks}
-            if any(answer_by_rank.values()):
-                outcome_by_rank |= {rank: answer for rank, answer in answer_by_rank.items() if answer}
+            new_outcome_by_rank = {rank: channel.read(f"{key_prefix}/{rank}") for rank in pending_ranks}
+            if any(new_outcome_by_rank.values()):
+                outcome_by_rank |= {
+                    rank: new_outcome for rank, new_outcome in new_outcome_by_rank.items() if new_outcome
+                }
                 continue
             if channel.store_error:
                 raise channel.store_error
@@ -112,11 +114,11 @@ def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int, *, pe
                     f" while preparing the {topic}. Check the rank's host, or increase --timeout_s."
                 )
             time.sleep(STORE_POLL_INTERVAL_S)
-    outcomes = [outcome_by_rank[rank] for rank in sorted(worker_ranks)]
-    reason, message_or_result = max(outcomes, key=itemgetter(0))
-    if reason == ExitReason.PROBLEM:
+    worker_outcomes = [outcome_by_rank[rank] for rank in sorted(worker_ranks)]
+    exit_reason, message_or_result = max(worker_outcomes, key=itemgetter(0))
+    if exit_reason == ExitReason.PROBLEM:
         raise ValueError(message_or_result)
-    if reason == ExitReason.STOP:
+    if exit_reason == ExitReason.STOP:
         raise Preempted
     _, worker_result = outcome_by_rank[worker_rank]
     return worker_result
@@ -148,9 +150,11 @@ def _raise_if_stopping() -> None:
         raise Preempted
 
 
-def _format_difference(value_json: str | None, other_json: str | None) -> str:
+def _format_difference(first_json: str | None, other_json: str | None) -> str:
     """Return the first JSON value as text. If both values are objects, include only entries that differ."""
-    value, other_value = json.loads(value_json or "null"), json.loads(other_json or "null")
-    if isinstance(value, dict) and isinstance(other_value, dict):
-        return ", ".join(f"{key}={entry}" for key, entry in value.items() if other_value.get(key) != entry)
-    return str(value)
+    first_value, other_value = json.loads(first_json or "null"), json.loads(other_json or "null")
+    if isinstance(first_value, dict) and isinstance(other_value, dict):
+        return ", ".join(
+            f"{field}={entry}" for field, entry in first_value.items() if other_value.get(field) != entry
+        )
+    return str(first_value)

@@ -184,7 +184,7 @@ def _dynamo_arguments_from_config() -> dict[str, Any]:
         "fullgraph": "dynamo_use_fullgraph",
         "dynamic": "dynamo_use_dynamic",
     }
-    return {argument: dynamo_answers.get(key) for argument, key in key_by_argument.items()}
+    return {argument: dynamo_answers.get(config_key) for argument, config_key in key_by_argument.items()}
 
 
 def _check_backend(compilation: Compilation) -> None:

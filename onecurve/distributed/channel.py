@@ -77,10 +77,10 @@ class Channel:
         """Add `increment` to a counter that starts at 0, and return the new count."""
         return self._call_store(lambda: self.store.add(key, increment), increment)
 
-    def _call_store(self, operation: Callable[[], StoreAnswer], default: StoreAnswer) -> StoreAnswer:
+    def _call_store(self, store_operation: Callable[[], StoreAnswer], default: StoreAnswer) -> StoreAnswer:
         """Return the operation's result, or the default value if the store's process has died."""
         try:
-            return operation()
+            return store_operation()
         except RuntimeError as error:
             self.store_error = error
             return default
@@ -108,10 +108,10 @@ def let_main_close_first(accelerator: Accelerator, channel: Channel | None = Non
     if not dist.is_initialized():
         return
     channel = channel or Channel()
-    deadline = time.monotonic() + MAIN_CLOSE_TIMEOUT_S
+    close_deadline = time.monotonic() + MAIN_CLOSE_TIMEOUT_S
     if accelerator.is_main_process:
         channel.post("closed", True)
-    while not (channel.read("closed") or channel.store_error) and time.monotonic() < deadline:
+    while not (channel.read("closed") or channel.store_error) and time.monotonic() < close_deadline:
         time.sleep(STORE_POLL_INTERVAL_S)
 
 

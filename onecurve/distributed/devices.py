@@ -30,12 +30,12 @@ def check_devices() -> None:
             NPUs or AMD GPUs.
     """
     _check_device_type()
-    gpu_count, process_count = torch.cuda.device_count(), processes_per_host()
+    gpu_count, host_process_count = torch.cuda.device_count(), processes_per_host()
     if not on_gpu():
         _refuse_unusable_gpus()
-    elif gpu_count < process_count and not (gpu_count == 1 and "CUDA_VISIBLE_DEVICES" in os.environ):
+    elif gpu_count < host_process_count and not (gpu_count == 1 and "CUDA_VISIBLE_DEVICES" in os.environ):
         raise ValueError(
-            f"{process_count} processes were started on this host,"
+            f"{host_process_count} processes were started on this host,"
             f" which has {gpu_count} GPU{'s' if gpu_count > 1 else ''}."
             f" Start {gpu_count} per host with accelerate's --num_processes, torchrun's --nproc_per_node"
             f" or launch.py's --gpus, or choose a different file in accelerate_configs/. {CPU_HINT}"
@@ -93,29 +93,29 @@ def _refuse_unusable_gpus() -> None:
 
     from onecurve.system.gpus import driver_problem, list_gpus, needed_driver
 
-    inventory, cuda_version = list_gpus(), torch.version.cuda
-    if not inventory.gpus and not inventory.problem:
+    gpu_inventory, cuda_version = list_gpus(), torch.version.cuda
+    if not gpu_inventory.gpus and not gpu_inventory.problem:
         return
     visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
-    reason = driver_problem(inventory, cuda_version)
-    if reason and inventory.problem:
+    gpu_problem = driver_problem(gpu_inventory, cuda_version)
+    if gpu_problem and gpu_inventory.problem:
         remedy = "Restart the host or the container"
-    elif reason and cuda_version:
+    elif gpu_problem and cuda_version:
         remedy = (
             f"Install {needed_driver(cuda_version)},"
             " or a torch build for this driver (see README, GPUs and drivers)"
         )
-    elif reason:
+    elif gpu_problem:
         remedy = "Install a torch build with CUDA (see README, GPUs and drivers)"
     elif visible_devices is not None:
-        reason = f"CUDA_VISIBLE_DEVICES={visible_devices} selects none of the host's GPUs"
+        gpu_problem = f"CUDA_VISIBLE_DEVICES={visible_devices} selects none of the host's GPUs"
         remedy = "Correct CUDA_VISIBLE_DEVICES"
     else:
-        reason, remedy = _cuda_error_message(), "See README, GPUs and drivers"
+        gpu_problem, remedy = _cuda_error_message(), "See README, GPUs and drivers"
     gpu_description = (
-        f"{len(inventory.gpus)} GPUs ({inventory.gpus[0]['name']})" if inventory.gpus else "GPUs"
+        f"{len(gpu_inventory.gpus)} GPUs ({gpu_inventory.gpus[0]['name']})" if gpu_inventory.gpus else "GPUs"
     )
-    raise ValueError(f"torch can't use this host's {gpu_description}: {reason}. {remedy}. {CPU_HINT}")
+    raise ValueError(f"torch can't use this host's {gpu_description}: {gpu_problem}. {remedy}. {CPU_HINT}")
 
 
 def _gpus_are_hidden() -> bool:
@@ -181,8 +181,8 @@ def rehearse_on_cpu(backend: str = "gloo") -> None:
     if is_on("ACCELERATE_USE_DEEPSPEED"):
         deepspeed_.use_gloo()
         deepspeed_.allow_fp16_on_cpu()
-    is_sharded = is_on("ACCELERATE_USE_FSDP") or is_on("ACCELERATE_USE_DEEPSPEED")
-    accelerate_.set_backend(backend, DistributedType.MULTI_GPU if is_sharded else DistributedType.MULTI_CPU)
+    shards_model = is_on("ACCELERATE_USE_FSDP") or is_on("ACCELERATE_USE_DEEPSPEED")
+    accelerate_.set_backend(backend, DistributedType.MULTI_GPU if shards_model else DistributedType.MULTI_CPU)
     accelerate_.set_device_to_cpu()
 
 
@@ -207,10 +207,10 @@ def use_all_cores(deterministic: bool = False) -> None:
         torch.set_num_threads(int(outer_threads))
         return
     core_count, omp_threads = allowed_cores(), os.environ.get("OMP_NUM_THREADS")
-    is_limited_by_launcher = is_launched() and (omp_threads or "1") == "1"
-    is_chosen_by_user = bool(omp_threads) and not is_launched()
-    has_too_many_threads = torch.get_num_threads() > core_count and not is_chosen_by_user
-    if is_limited_by_launcher or has_too_many_threads:
+    launcher_limits_threads = is_launched() and (omp_threads or "1") == "1"
+    user_chose_threads = bool(omp_threads) and not is_launched()
+    has_too_many_threads = torch.get_num_threads() > core_count and not user_chose_threads
+    if launcher_limits_threads or has_too_many_threads:
         torch.set_num_threads(max(1, core_count // processes_per_host()))
 
 

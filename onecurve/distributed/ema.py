@@ -53,6 +53,6 @@ def _swap_contents(averages: list[Tensor], weights: list[Tensor]) -> None:
         average, weight = torch.atleast_1d(average), torch.atleast_1d(weight)
         max_rows = max(1, SWAP_BUFFER_BYTES * len(average) // average.nbytes)
         for average_rows, weight_rows in zip(average.split(max_rows), weight.split(max_rows), strict=True):
-            saved_rows = average_rows.clone()
+            saved_average_rows = average_rows.clone()
             average_rows.copy_(weight_rows)
-            weight_rows.copy_(saved_rows)
+            weight_rows.copy_(saved_average_rows)

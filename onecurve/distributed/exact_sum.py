@@ -31,7 +31,7 @@ UNITS_PER_ONE = 2.0**40  # number of units in 1.0; Adam's epsilon, 1e-8, equals 
 # Maximum sum of gradient magnitudes over a step's micro-batches. The limit is approximate, because
 # comparisons use fp32.
 MAX_SUM = 2.0**52 / UNITS_PER_ONE
-LOSS_UNITS_PER_ONE = 2.0**28
+LOSS_UNITS_PER_ONE = 2.0**28  # number of units in 1.0 when losses are added
 BUCKET_SIZE = 2**22  # number of gradient elements per exchange; 32 MiB
 CPU_CHUNK_SIZE = 2**16  # number of gradient elements that a CPU processes at a time; 512 KiB
 
@@ -47,9 +47,9 @@ def use_foreach(optimizer: torch.optim.Optimizer) -> None:
     On a CPU, fused kernels round the last elements of a tensor differently, and the last elements of a shard
     are not the last elements of the whole tensor.
     """
-    for group in optimizer.param_groups:
-        if group.get("fused"):
-            group |= {"fused": False, "foreach": True}
+    for parameter_group in optimizer.param_groups:
+        if parameter_group.get("fused"):
+            parameter_group |= {"fused": False, "foreach": True}
     unscale_before_step(optimizer)
 
 
@@ -198,11 +198,11 @@ class ExactSum:
     @contextmanager
     def restoring_counters(self) -> Iterator[None]:
         """Run a block that captures a step, and then reset the host's counters, even if the capture fails."""
-        arrival_digest = self.arrival_digest
+        saved_arrival_digest = self.arrival_digest
         try:
             yield
         finally:
-            self.arrival_digest, self.next_bucket_index = arrival_digest, 0
+            self.arrival_digest, self.next_bucket_index = saved_arrival_digest, 0
             self.micro_batch_magnitudes = [self.zero] * len(self.parameter_names)
             self.arrived_indices.clear()
             for bucket in self.buckets:
@@ -224,10 +224,10 @@ class ExactSum:
         self._reduce_in_place(failed_steps, dist.ReduceOp.MIN)
         first_failure = failed_steps.min(0)
         failure_summary = torch.stack([first_failure.values, first_failure.indices, self.steps_since_check])
-        first_failed_step, parameter_index, step_count = failure_summary.tolist()
+        first_failed_step, parameter_index, checked_step_count = failure_summary.tolist()
         if first_failed_step < math.inf:
             parameter_name = self.parameter_names[int(parameter_index)]
-            failed_step = step - int(step_count - first_failed_step)
+            failed_step = step - int(checked_step_count - first_failed_step)
             raise FloatingPointError(
                 f"the gradient of {parameter_name} at step {failed_step} is not finite"
                 f" or exceeds {MAX_SUM / self.micro_batch_count:g} in a micro-batch,"
@@ -255,8 +255,8 @@ class ExactSum:
     def _register_bucket_hooks(self, parameters: list[nn.Parameter]) -> None:
         """Assign the parameters to buckets, last layers first, because the backward pass uses this order."""
         indices_last_first = list(reversed(range(len(parameters))))
-        sizes_last_first = [parameters[index].numel() for index in indices_last_first]
-        for bucket_positions in _group_indices(sizes_last_first, BUCKET_SIZE):
+        parameter_sizes_last_first = [parameters[index].numel() for index in indices_last_first]
+        for bucket_positions in _group_indices(parameter_sizes_last_first, BUCKET_SIZE):
             parameter_indices = [indices_last_first[position] for position in bucket_positions]
             bucket_parameters = [parameters[parameter_index] for parameter_index in parameter_indices]
             bucket = Bucket(bucket_parameters, parameter_indices, self.accelerator.device)
@@ -306,8 +306,8 @@ class ExactSum:
     def _register_shard_hooks(self, model: nn.Module) -> None:
         """Make FSDP2 sum the rounded gradients instead of averaging them."""
         index_by_name = {name: index for index, name in enumerate(self.parameter_names)}
-        modules: dict[str, Any] = dict(model.named_modules())
-        for module_name, module in modules.items():
+        module_by_name: dict[str, Any] = dict(model.named_modules())
+        for module_name, module in module_by_name.items():
             if hasattr(module, "unshard"):
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
@@ -348,13 +348,13 @@ class ExactSum:
         self.next_bucket_index = 0
         self.arrival_digest = hash((self.arrival_digest, *sorted(self.arrived_indices)))
         self.arrived_indices.clear()
-        max_units = MAX_SUM * UNITS_PER_ONE / self.micro_batch_count
-        is_exact = self.max_magnitudes * self.units_per_one <= max_units
+        max_gradient_units = MAX_SUM * UNITS_PER_ONE / self.micro_batch_count
+        is_sum_exact = self.max_magnitudes * self.units_per_one <= max_gradient_units
         if self.accelerator.scaler is not None:
             # The scaler skips steps with non-finite gradients.
-            is_exact |= ~self.max_magnitudes.isfinite()
+            is_sum_exact |= ~self.max_magnitudes.isfinite()
         self.steps_since_check += 1
-        failed_steps = torch.where(is_exact, math.inf, self.steps_since_check)
+        failed_steps = torch.where(is_sum_exact, math.inf, self.steps_since_check)
         torch.minimum(self.first_failed_steps, failed_steps, out=self.first_failed_steps)
         self.max_magnitudes.zero_()
 
@@ -392,31 +392,31 @@ class ExactSum:
         scaled_square_sum = high_sum / norm_units_per_one + low_sum / norm_units_per_one**2
         return max_magnitude * (scaled_square_sum / replica_count).sqrt()
 
-    def _reduce_in_place(self, values: Tensor, operation: Any) -> None:
+    def _reduce_in_place(self, values: Tensor, reduce_operation: Any) -> None:
         """Reduce tensors between processes in place.
 
         Under DDP, each process already stores the whole gradients, so only minima must be exchanged.
         """
-        if self.accelerator.num_processes > 1 and (not self.buckets or operation == dist.ReduceOp.MIN):
-            dist.all_reduce(values, operation)
+        if self.accelerator.num_processes > 1 and (not self.buckets or reduce_operation == dist.ReduceOp.MIN):
+            dist.all_reduce(values, reduce_operation)
 
 
-def _flat_view(tensor: Tensor) -> Tensor:
+def _flat_view(dense_tensor: Tensor) -> Tensor:
     """Return a 1-D view of a dense tensor's elements in memory order."""
-    return tensor.as_strided((tensor.numel(),), (1,))
+    return dense_tensor.as_strided((dense_tensor.numel(),), (1,))
 
 
-def _group_indices(sizes: list[int], min_group_size: int) -> list[list[int]]:
-    """Split the indices of `sizes` into consecutive groups of at least the minimum total size.
+def _group_indices(item_sizes: list[int], min_group_size: int) -> list[list[int]]:
+    """Split the indices of `item_sizes` into consecutive groups of at least the minimum total size.
 
     The last group may be smaller.
     """
     index_groups: list[list[int]] = []
     group_size = min_group_size
-    for index, size in enumerate(sizes):
+    for item_index, item_size in enumerate(item_sizes):
         if group_size >= min_group_size:
             index_groups.append([])
             group_size = 0
-        index_groups[-1].append(index)
-        group_size += size
+        index_groups[-1].append(item_index)
+        group_size += item_size
     return index_groups

@@ -48,8 +48,8 @@ def configure_flight_recorder() -> None:
     """
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED_COLLECTIVE_COUNT))
-    for variable in ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
-        os.environ.setdefault(variable, "0")
+    for dump_variable in ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
+        os.environ.setdefault(dump_variable, "0")
 
 
 def recorded_collectives() -> list[dict[str, Any]]:
@@ -74,7 +74,7 @@ def recorded_collectives() -> list[dict[str, Any]]:
         for entry in sorted(unique_entries.values(), key=lambda entry: entry["time_created_ns"])
         if not entry["is_p2p"]
     ]
-    return sorted(recorded_entries + _replay_entries(), key=lambda entry: -entry["age_s"])
+    return sorted(recorded_entries + _replay_entries(), key=lambda collective: -collective["age_s"])
 
 
 def _replay_entries() -> list[dict[str, Any]]:
@@ -129,10 +129,10 @@ def _innermost_project_frame(frame: FrameType | None) -> str:
 
 def stack_traces() -> str:
     """Return the stack traces of all threads in this process."""
-    with contextlib.suppress(OSError), tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        return file.read()
+    with contextlib.suppress(OSError), tempfile.TemporaryFile("w+") as trace_file:
+        faulthandler.dump_traceback(trace_file, all_threads=True)
+        trace_file.seek(0)
+        return trace_file.read()
     return ""
 
 
@@ -156,7 +156,7 @@ def hang_table(reports: Sequence[Evidence]) -> list[str]:
         status = [evidence["phase"], f"{evidence['step']:,}", evidence["where"]]
         table_rows.append([str(rank), evidence["host"], *status, _describe_last_collective(evidence), "now"])
     column_widths = [max(map(len, column)) for column in zip(*table_rows, strict=True)]
-    table_lines = ["  ".join(map(str.ljust, cells, column_widths)).rstrip() for cells in table_rows]
+    table_lines = ["  ".join(map(str.ljust, row_cells, column_widths)).rstrip() for row_cells in table_rows]
     return [f"the job hangs: {hang_cause(evidence_by_rank, host_by_rank)}", *table_lines]
 
 
@@ -178,14 +178,14 @@ def hang_cause(evidence_by_rank: dict[int, Evidence], host_by_rank: Sequence[str
     blocking_ranks = sorted(late_ranks) or sorted(evidence_by_rank.keys() - waits.keys())
     if blocking_ranks:
         blocking_evidence = [evidence_by_rank[rank] for rank in blocking_ranks]
-        positions = {f"{evidence['phase']} at {evidence['where']}" for evidence in blocking_evidence}
+        blocking_positions = {f"{evidence['phase']} at {evidence['where']}" for evidence in blocking_evidence}
         awaited_operations = {wait["op"] for rank, wait in waits.items() if rank not in blocking_ranks}
         verb = "has" if len(blocking_ranks) == 1 else "have"
         predicate = f"{verb} stopped, and"
         if awaited_operations:
             predicate = f"{verb} not reached {', '.join(sorted(awaited_operations))}, where"
         rank_names = _rank_names(blocking_ranks, host_by_rank)
-        return f"{rank_names} {predicate} other ranks wait: {'; '.join(sorted(positions))}"
+        return f"{rank_names} {predicate} other ranks wait: {'; '.join(sorted(blocking_positions))}"
     # Replay numbers may differ, because hosts may enqueue different numbers of replays in advance
     distinct_waits = {
         (wait["op"], wait["number"] if wait["group"] != REPLAY_GROUP else 0) for wait in waits.values()
@@ -202,8 +202,8 @@ def _is_late(evidence: Evidence, waits: Iterable[dict[str, Any]]) -> bool:
     """Return True if this rank has not reached a collective in which another rank waits."""
     if evidence["waits"]:  # hosts may enqueue different numbers of replays in advance
         waits = [wait for wait in waits if wait["group"] != REPLAY_GROUP]
-    last_numbers = evidence["sequence"]
-    return any(last_numbers.get(wait["group"], wait["number"]) < wait["number"] for wait in waits)
+    last_number_by_group = evidence["sequence"]
+    return any(last_number_by_group.get(wait["group"], wait["number"]) < wait["number"] for wait in waits)
 
 
 def _rank_names(ranks: Sequence[int], host_by_rank: Sequence[str]) -> str:
@@ -282,12 +282,12 @@ class HangReport:
         """Add other ranks' evidence to the map. Return False if another rank requested evidence earlier."""
         channel = self._channel
         is_first_report = channel.store_if_unset(self._request_key, self._rank) == self._rank
-        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        answer_deadline = time.monotonic() + ANSWER_TIMEOUT_S
         all_ranks = set(range(len(self._host_by_rank)))
-        while (missing_ranks := all_ranks - evidence_by_rank.keys()) and time.monotonic() < deadline:
+        while (missing_ranks := all_ranks - evidence_by_rank.keys()) and time.monotonic() < answer_deadline:
             for rank in missing_ranks:
-                if answer := channel.read(f"{self._request_key}/{rank}"):
-                    evidence_by_rank[rank] = answer
+                if other_evidence := channel.read(f"{self._request_key}/{rank}"):
+                    evidence_by_rank[rank] = other_evidence
             time.sleep(0.1)
         for rank in missing_ranks:
             if heartbeat_at := channel.read(f"{self._heartbeat_key}/{rank}"):

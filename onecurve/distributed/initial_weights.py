@@ -22,7 +22,7 @@ def share_initial_weights(accelerator: Accelerator, model: nn.Module) -> None:
     """
     tensor_by_name = model.state_dict()
     shape_and_dtype_by_name = {
-        name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in tensor_by_name.items()
+        tensor_name: [list(tensor.shape), str(tensor.dtype)] for tensor_name, tensor in tensor_by_name.items()
     }
     agree(accelerator, {"the model": shape_and_dtype_by_name})
     if accelerator.num_processes == 1:
@@ -39,7 +39,7 @@ def share_initial_weights(accelerator: Accelerator, model: nn.Module) -> None:
 
 
 def _weights_digest(tensor_by_name: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256()
+    weights_hash = hashlib.sha256()
     for tensor in tensor_by_name.values():
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+        weights_hash.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return weights_hash.hexdigest()

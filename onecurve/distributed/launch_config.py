@@ -59,16 +59,16 @@ def check_launch_config(
         ValueError: If an answer is not supported. The message names the first unsupported answer.
     """
     env = {"FSDP_VERSION": "1", **env}  # Accelerate's default
-    for switch_variable, answers in supported_settings()["answers"].items():
-        for key, (variable, *limits) in answers.items():
-            answer = env.get(variable)
-            is_active = switch_variable == "always" or is_on(switch_variable, env)
-            is_overridden = key == "mixed_precision" and precision
-            if answer is None or not is_active or not limits or is_overridden:
+    for switch_variable, supported_answers in supported_settings()["answers"].items():
+        for answer_key, (answer_variable, *answer_limits) in supported_answers.items():
+            config_answer = env.get(answer_variable)
+            is_group_enabled = switch_variable == "always" or is_on(switch_variable, env)
+            is_answer_overridden = answer_key == "mixed_precision" and precision
+            if config_answer is None or not is_group_enabled or not answer_limits or is_answer_overridden:
                 continue
-            answer_pattern, advice = limits
-            if not re.fullmatch(answer_pattern, answer, re.IGNORECASE):
-                refuse(key if ": " in key else f"{key}: {answer}", advice)
+            answer_pattern, answer_advice = answer_limits
+            if not re.fullmatch(answer_pattern, config_answer, re.IGNORECASE):
+                refuse(answer_key if ": " in answer_key else f"{answer_key}: {config_answer}", answer_advice)
     _check_single_job(env)
     if is_on("ACCELERATE_USE_PARALLELISM_CONFIG", env):
         _check_parallelism_sizes(env, process_count)
@@ -82,10 +82,10 @@ def check_launch_config(
         _check_launcher(env, deepspeed_config_file)
         return _read_deepspeed_config("--deepspeed_config", deepspeed_config_file, precision)
     if config_uses_deepspeed:
-        config_file = env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-        _check_deepspeed_answers(env, config_file)
-        if config_file != "none":
-            return _read_deepspeed_config("deepspeed_config_file", config_file, precision)
+        json_path = env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+        _check_deepspeed_answers(env, json_path)
+        if json_path != "none":
+            return _read_deepspeed_config("deepspeed_config_file", json_path, precision)
     return None
 
 
@@ -103,7 +103,7 @@ def _check_single_job(env: Mapping[str, str]) -> None:
     if int(env.get("LOCAL_RANK", "-1")) >= 0:
         return
     single_process_values = {"WORLD_SIZE": "1", "RANK": "0"}
-    if any(env.get(name, value) != value for name, value in single_process_values.items()):
+    if any(env.get(variable, value) != value for variable, value in single_process_values.items()):
         assignments = " and ".join(f"{name}={env[name]}" for name in single_process_values if name in env)
         raise ValueError(
             f"the environment contains {assignments} but not LOCAL_RANK,"
@@ -111,7 +111,7 @@ def _check_single_job(env: Mapping[str, str]) -> None:
             " Start the script with torchrun, or unset these environment variables."
         )
     advice = "choose multi-GPU, which also supports a rehearsal with several CPU processes"
-    if any(int(env.get(name) or 1) > 1 for name in MPI_SIZE_VARIABLES):
+    if any(int(env.get(size_variable) or 1) > 1 for size_variable in MPI_SIZE_VARIABLES):
         refuse("mpirun_config: yes", advice)
     if is_on("ACCELERATE_USE_CPU", env) and "MASTER_PORT" in env:
         refuse("distributed_type: MULTI_CPU", f"MULTI_CPU would start only one process. Instead, {advice}")
@@ -141,8 +141,8 @@ def _check_launcher(env: Mapping[str, str], deepspeed_config_file: str) -> None:
         )
 
 
-def _check_deepspeed_answers(env: Mapping[str, str], config_file: str) -> None:
-    if config_file == "none":
+def _check_deepspeed_answers(env: Mapping[str, str], json_path: str) -> None:
+    if json_path == "none":
         zero_stage = env.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
         if zero_stage != "3" and env.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none") != "none":
             refuse(
@@ -151,8 +151,8 @@ def _check_deepspeed_answers(env: Mapping[str, str], config_file: str) -> None:
             )
         return
     answered_keys = env.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
-    if repeated_keys := [key for key in DEEPSPEED_JSON_KEYS if key in answered_keys]:
-        refuse(f"{repeated_keys[0]} next to deepspeed_config_file: {config_file}", f"set it in {config_file}")
+    if repeated_keys := [json_key for json_key in DEEPSPEED_JSON_KEYS if json_key in answered_keys]:
+        refuse(f"{repeated_keys[0]} next to deepspeed_config_file: {json_path}", f"set it in {json_path}")
 
 
 def _read_deepspeed_config(setting_name: str, json_path: str, precision: str | None = None) -> dict[str, Any]:
@@ -173,27 +173,27 @@ def _read_deepspeed_config(setting_name: str, json_path: str, precision: str | N
     zero_section = deepspeed_config.get("zero_optimization")
     if not isinstance(zero_section, dict):
         raise ValueError(f"{json_path} has no section zero_optimization. Choose a file in ds_configs/.")
-    for key in ("bf16", "fp16", "offload_optimizer", "offload_param"):
-        is_offload = "offload" in key
-        section = (zero_section if is_offload else deepspeed_config).get(key, {})
+    for section_key in ("bf16", "fp16", "offload_optimizer", "offload_param"):
+        is_offload_section = "offload" in section_key
+        section = (zero_section if is_offload_section else deepspeed_config).get(section_key, {})
         if not isinstance(section, dict):
-            example = '{"device": "cpu"}' if is_offload else '{"enabled": true}'
+            example_section = '{"device": "cpu"}' if is_offload_section else '{"enabled": true}'
             raise ValueError(
-                f"{json_path} sets {key} to {json.dumps(section)}, which is not supported."
-                f" Set {key} to {example}, or remove {key}."
+                f"{json_path} sets {section_key} to {json.dumps(section)}, which is not supported."
+                f" Set {section_key} to {example_section}, or remove {section_key}."
             )
     unsupported_entries = list(_unsupported_keys(deepspeed_config, ""))
     unsupported_entries += _unsupported_keys(zero_section, "zero_optimization")
     zero_stage = zero_section.get("stage")
     if zero_stage not in (1, 2, 3):
         unsupported_entries.append(f"zero_optimization.stage {zero_stage} (choose 1, 2 or 3)")
-    for offload_section in ("offload_optimizer", "offload_param"):
-        section = zero_section.get(offload_section, {})
-        unsupported_entries += _unsupported_keys(section, offload_section)
-        offload_device = section.get("device", "none")
+    for offload_key in ("offload_optimizer", "offload_param"):
+        offload_section = zero_section.get(offload_key, {})
+        unsupported_entries += _unsupported_keys(offload_section, offload_key)
+        offload_device = offload_section.get("device", "none")
         if offload_device not in ("none", "cpu"):
-            unsupported_entries.append(f"{offload_section}.device {offload_device} (choose cpu)")
-        if offload_section == "offload_param" and offload_device != "none" and zero_stage != 3:
+            unsupported_entries.append(f"{offload_key}.device {offload_device} (choose cpu)")
+        if offload_key == "offload_param" and offload_device != "none" and zero_stage != 3:
             unsupported_entries.append(f"offload_param (requires stage 3, but the stage is {zero_stage})")
     if unsupported_entries:
         offloads_optimizer = zero_stage != 1 and (zero_section.get("offload_optimizer") or {}).get("device")
@@ -208,34 +208,34 @@ def _read_deepspeed_config(setting_name: str, json_path: str, precision: str | N
     return deepspeed_config
 
 
-def _unsupported_keys(section: dict[str, Any], section_name: str) -> Iterator[str]:
+def _unsupported_keys(json_section: dict[str, Any], section_name: str) -> Iterator[str]:
     """Yield each unsupported key in a section, followed by advice."""
     known_keys = " ".join(supported_settings()["deepspeed"][section_name]).split()
     advice_by_key = supported_settings()["deepspeed_advice"]
-    for key, setting in section.items():
+    for json_key, setting in json_section.items():
         is_disabled_section = isinstance(setting, dict) and setting.get("enabled") is False
-        is_disabled = setting in (None, False) or is_disabled_section
-        is_script_section = not section_name and key in SCRIPT_SECTIONS
-        if key in known_keys or is_disabled or (is_script_section and _is_all_auto(setting)):
+        is_setting_disabled = setting in (None, False) or is_disabled_section
+        is_script_section = not section_name and json_key in SCRIPT_SECTIONS
+        if json_key in known_keys or is_setting_disabled or (is_script_section and _is_all_auto(setting)):
             continue
-        advice = did_you_mean(key, known_keys) or advice_by_key.get(key, "remove it")
-        yield f"{section_name}.{key} ({advice})" if section_name else f"{key} ({advice})"
+        key_advice = did_you_mean(json_key, known_keys) or advice_by_key.get(json_key, "remove it")
+        yield f"{section_name}.{json_key} ({key_advice})" if section_name else f"{json_key} ({key_advice})"
 
 
-def _is_all_auto(section: Any) -> bool:
+def _is_all_auto(script_section: Any) -> bool:
     """Return True if an optimizer or scheduler section leaves all settings to the script ("auto")."""
-    section = section if isinstance(section, dict) else {}
-    parameters = (section.get("params") or {}).values()
-    is_other_type = section.get("type", "AdamW") not in ("Adam", "AdamW", "WarmupLR", "WarmupDecayLR")
-    if not parameters or is_other_type:
+    script_section = script_section if isinstance(script_section, dict) else {}
+    section_parameters = (script_section.get("params") or {}).values()
+    has_other_type = script_section.get("type", "AdamW") not in ("Adam", "AdamW", "WarmupLR", "WarmupDecayLR")
+    if not section_parameters or has_other_type:
         return False
-    return all(setting == "auto" or isinstance(setting, bool) for setting in parameters)
+    return all(setting == "auto" or isinstance(setting, bool) for setting in section_parameters)
 
 
 def replace_auto_values(deepspeed_config: dict[str, Any]) -> list[str]:
     """Replace the remaining "auto" values in a DeepSpeed config in place, and return remarks for the user."""
     remarks = []
-    removed_sections = [key for key in SCRIPT_SECTIONS if deepspeed_config.pop(key, None)]
+    removed_sections = [section for section in SCRIPT_SECTIONS if deepspeed_config.pop(section, None)]
     if removed_sections:
         names = " and ".join(removed_sections)
         remarks.append(f'using the script\'s {names}, because the DeepSpeed config sets {names} to "auto"')
@@ -304,12 +304,12 @@ def disable_ineffective_answers(is_rehearsal: bool) -> list[str]:
         reason_by_key["fsdp_offload_params"] = "the parameters are already on the CPU in a rehearsal"
     if os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP") == "":  # the empty default selects the model's blocks
         del os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"]
-    remarks = []
-    for key, reason in reason_by_key.items():
-        if is_on(key.upper()):
-            os.environ[key.upper()] = "false"
-            remarks.append(f"{key} is ignored because {reason}")
-    return remarks
+    answer_remarks = []
+    for answer_key, ignore_reason in reason_by_key.items():
+        if is_on(answer_key.upper()):
+            os.environ[answer_key.upper()] = "false"
+            answer_remarks.append(f"{answer_key} is ignored because {ignore_reason}")
+    return answer_remarks
 
 
 def check_wrapped_classes(model: Any) -> None:

@@ -62,11 +62,11 @@ class ParameterLayout:
             name: parameter for name, parameter in all_parameters.items() if not parameter.requires_grad
         }
         # Local fp32 tensors, in the order of self.local_states()
-        self.local_tensors = [to_local(key.detach()) for key in self._state_keys()]
+        self.local_tensors = [to_local(state_key.detach()) for state_key in self._state_keys()]
         self.script_optimizer = self._script_optimizer()  # the optimizer that the script created
         self.piece_of = {name: self._piece_of(parameter) for name, parameter in all_parameters.items()}
         self.initial_settings = copy.deepcopy(
-            [group_settings(group) for group in self.script_optimizer.param_groups]
+            [group_settings(parameter_group) for parameter_group in self.script_optimizer.param_groups]
         )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -105,8 +105,8 @@ class ParameterLayout:
 
     def frozen_pieces(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and this process's piece of each frozen parameter."""
-        for name, parameter in self.frozen_parameters.items():
-            yield name, to_local(parameter.detach())
+        for parameter_name, parameter in self.frozen_parameters.items():
+            yield parameter_name, to_local(parameter.detach())
 
     def fill_pieces(
         self, own_pieces: Iterable[tuple[str, Tensor]], get_whole: Callable[[str], Tensor]
@@ -117,9 +117,9 @@ class ParameterLayout:
             own_pieces: Names and pieces, from named_pieces() or frozen_pieces().
             get_whole: Function that maps a name to the whole tensor on the device.
         """
-        for name, own_piece in own_pieces:
-            piece = self.piece_of[name]
-            whole_piece = get_whole(name).flatten()[piece.start : piece.start + piece.length]
+        for parameter_name, own_piece in own_pieces:
+            piece = self.piece_of[parameter_name]
+            whole_piece = get_whole(parameter_name).flatten()[piece.start : piece.start + piece.length]
             own_piece.copy_(whole_piece.view(own_piece.shape))
 
     def sync_model(self) -> None:
@@ -142,11 +142,11 @@ class ParameterLayout:
         keys_and_states = list(zip(state_keys, states, strict=True))
         state_names = {name for key, state in keys_and_states for name in shaped_entries(state, key)}
         return {
-            name: [
-                to_local(state[name]) if _has_shape(state.get(name), key) else None
+            state_name: [
+                to_local(state[state_name]) if _has_shape(state.get(state_name), key) else None
                 for key, state in keys_and_states
             ]
-            for name in sorted(state_names)
+            for state_name in sorted(state_names)
         }
 
     def other_state(self) -> dict[str, dict[str, Any]]:
@@ -159,8 +159,8 @@ class ParameterLayout:
         names_by_tensor = self.parameter_names_by_tensor()
         keys_and_states = zip(self._state_keys(), self.local_states(), strict=True)
         for (key, state), parameter_names in zip(keys_and_states, names_by_tensor, strict=True):
-            for parameter in parameter_names:
-                state_by_parameter[parameter] = {
+            for parameter_name in parameter_names:
+                state_by_parameter[parameter_name] = {
                     state_name: state_value.full_tensor()
                     if hasattr(state_value, "full_tensor")
                     else state_value
@@ -182,8 +182,8 @@ class ParameterLayout:
         """
         state_tensors: list[Tensor | None] = []
         for key, parameter_names in zip(self._state_keys(), self.parameter_names_by_tensor(), strict=True):
-            dtype = next((dtype_of[name] for name in parameter_names if name in dtype_of), None)
-            state_tensor = None if dtype is None else torch.zeros_like(key, dtype=dtype)
+            state_dtype = next((dtype_of[name] for name in parameter_names if name in dtype_of), None)
+            state_tensor = None if state_dtype is None else torch.zeros_like(key, dtype=state_dtype)
             if state_tensor is not None:
                 self._set_state(key, state_name, state_tensor)
             state_tensors.append(to_local(state_tensor))
@@ -209,9 +209,9 @@ class ParameterLayout:
         """Return True if each training step calls the optimizer's step() exactly once."""
         return True
 
-    def _set_state(self, key: Tensor, state_name: str, value: Any) -> None:
+    def _set_state(self, state_key: Tensor, state_name: str, state_value: Any) -> None:
         state_by_key = innermost_optimizer(self.script_optimizer).state
-        state_by_key.setdefault(key, {})[state_name] = value
+        state_by_key.setdefault(state_key, {})[state_name] = state_value
 
     def _script_optimizer(self) -> Optimizer:
         return self.optimizer
@@ -223,8 +223,8 @@ class ParameterLayout:
     def _names_in_groups(self, parameter_groups: list[list[Tensor]]) -> list[list[str]]:
         name_by_id = {id(parameter): name for name, parameter in self.parameters.items()}
         return [
-            [name_by_id[id(parameter)] for parameter in group if id(parameter) in name_by_id]
-            for group in parameter_groups
+            [name_by_id[id(parameter)] for parameter in parameter_group if id(parameter) in name_by_id]
+            for parameter_group in parameter_groups
         ]
 
     def _state_keys(self) -> list[Tensor]:
@@ -251,15 +251,15 @@ class _ShardedLayout(ParameterLayout):
         if not hasattr(parameter, "placements"):
             return super()._piece_of(parameter)
         (sharded_dim,) = (dim for dim, placement in enumerate(parameter.placements) if placement.is_shard(0))
-        mesh, row_count = parameter.device_mesh, len(parameter)
-        rows_per_rank = -(-row_count // mesh.size(sharded_dim))
-        start_row = min(row_count, rows_per_rank * mesh.get_local_rank(sharded_dim))
-        row_size = parameter.numel() // row_count
-        return Piece(start_row * row_size, min(rows_per_rank, row_count - start_row) * row_size)
+        device_mesh, row_count = parameter.device_mesh, len(parameter)
+        rows_per_rank = -(-row_count // device_mesh.size(sharded_dim))
+        start_row = min(row_count, rows_per_rank * device_mesh.get_local_rank(sharded_dim))
+        row_numel = parameter.numel() // row_count
+        return Piece(start_row * row_numel, min(rows_per_rank, row_count - start_row) * row_numel)
 
     def arrangements(self) -> list[Arrangement]:
-        reference = next(iter(self.parameters.values()))
-        return [lambda tensors: [_distributed_like(reference, tensor) for tensor in tensors]]
+        first_dtensor = next(iter(self.parameters.values()))
+        return [lambda whole_tensors: [_distributed_like(first_dtensor, tensor) for tensor in whole_tensors]]
 
     def sync_model(self) -> None:
         from torch.distributed.fsdp import FSDPModule
@@ -310,8 +310,8 @@ class _Zero3Layout(_ZeroLayout):
         return tuple(parameter.ds_shape)
 
     def frozen_pieces(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.frozen_parameters.items():
-            yield name, parameter.ds_tensor[: self.piece_of[name].length]
+        for parameter_name, parameter in self.frozen_parameters.items():
+            yield parameter_name, parameter.ds_tensor[: self.piece_of[parameter_name].length]
 
     def parameter_names_by_group(self) -> list[list[str]]:
         names_by_group: list[list[str]] = [[] for _ in self.script_optimizer.param_groups]
@@ -356,8 +356,8 @@ def innermost_optimizer(optimizer: Optimizer) -> Optimizer:
 
     A wrapper such as Lookahead stores the state in an inner optimizer.
     """
-    attributes = vars(optimizer).values()
-    inner_optimizers = [attribute for attribute in attributes if isinstance(attribute, Optimizer)]
+    optimizer_attributes = vars(optimizer).values()
+    inner_optimizers = [attribute for attribute in optimizer_attributes if isinstance(attribute, Optimizer)]
     is_wrapper = len(inner_optimizers) == 1 and not optimizer.state
     return innermost_optimizer(inner_optimizers[0]) if is_wrapper else optimizer
 
@@ -367,7 +367,7 @@ def shaped_entries(state: dict[str, Any], key: Tensor) -> dict[str, Tensor]:
 
     The state of a scalar parameter is excluded, because a scalar shape is ambiguous.
     """
-    return {name: entry for name, entry in state.items() if key.ndim and _has_shape(entry, key)}
+    return {state_name: entry for state_name, entry in state.items() if key.ndim and _has_shape(entry, key)}
 
 
 def group_settings(group: dict[str, Any]) -> dict[str, Any]:
@@ -386,10 +386,10 @@ def changed_settings(
     return [
         {
             name: setting
-            for name, setting in group_settings(group).items()
+            for name, setting in group_settings(parameter_group).items()
             if name not in earlier_settings or not _are_identical(setting, earlier_settings[name])
         }
-        for group, earlier_settings in zip(parameter_groups, earlier_settings_by_group, strict=True)
+        for parameter_group, earlier_settings in zip(parameter_groups, earlier_settings_by_group, strict=True)
     ]
 
 
@@ -408,13 +408,13 @@ def to_local(value: Any) -> Any:
     return value.to_local() if hasattr(value, "to_local") else value
 
 
-def _distributed_like(reference: Any, whole_tensor: Tensor) -> Any:
+def _distributed_like(reference_tensor: Any, whole_tensor: Tensor) -> Any:
     """Return the whole tensor as a DTensor with the reference DTensor's sharding and device."""
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(
-        whole_tensor, reference.device_mesh, reference.placements, src_data_rank=None
-    ).to(reference.to_local().device)
+        whole_tensor, reference_tensor.device_mesh, reference_tensor.placements, src_data_rank=None
+    ).to(reference_tensor.to_local().device)
 
 
 def _has_shape(state_value: Any, parameter: Tensor) -> bool:

@@ -94,32 +94,32 @@ def input_dtype(accelerator: Accelerator) -> torch.dtype | None:
 
 def chosen_precision(precision_flag: str | None) -> str:
     """Return the precision from the flag, the launcher, or the device's bf16 support, in this order."""
-    launcher_setting = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    launcher_precision = os.environ.get("ACCELERATE_MIXED_PRECISION")
     remark = ""
     precision_in_command = (
-        launch_command_precision() if launcher_setting == "no" and not precision_flag else ""
+        launch_command_precision() if launcher_precision == "no" and not precision_flag else ""
     )
-    config_keys = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
+    answered_config_keys = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
     if precision_in_command == "no":
         precision_flag = precision_in_command
     elif (
-        launcher_setting == "no"
+        launcher_precision == "no"
         and is_on("ACCELERATE_USE_DEEPSPEED")
-        and "mixed_precision" not in config_keys
+        and "mixed_precision" not in answered_config_keys
     ):
         # accelerate launch (1.15) passes "no" if the precision in the DeepSpeed JSON is "auto".
-        launcher_setting = None
+        launcher_precision = None
         if precision_in_command is None and has_native_bf16():
             remark = (
                 "training in bf16,"
                 " because this process can't see whether accelerate launch received --mixed_precision no."
                 " To train in fp32, pass --mixed_precision no to the script."
             )
-    precision = precision_flag or launcher_setting or ("bf16" if has_native_bf16() else "no")
-    is_launchers_choice = precision == launcher_setting and precision_flag is None
+    precision = precision_flag or launcher_precision or ("bf16" if has_native_bf16() else "no")
+    is_launchers_choice = precision == launcher_precision and precision_flag is None
     if not on_gpu() and precision == "fp16":
         remark = "fp16 is slow on a CPU. The job still uses fp16, with the same loss scaling as on a GPU."
-    elif not on_gpu() and precision == launcher_setting == "bf16" and not has_native_bf16():
+    elif not on_gpu() and precision == launcher_precision == "bf16" and not has_native_bf16():
         remark, precision = "this CPU does not support bf16 natively, so the rehearsal uses fp32", "no"
     elif on_gpu() and is_launchers_choice and precision == "bf16" and not has_native_bf16():
         remark = "this GPU does not support bf16 natively, so training uses fp16 instead of the config's bf16"
@@ -149,8 +149,8 @@ def launch_command_precision() -> str | None:
     parent_process, *_ = ancestors()
     if not parent_process.launcher().startswith("accelerate"):
         return None
-    flag_value = parent_process.flag("mixed[_-]precision")
-    return flag_value if flag_value in ("no", *HALF_DTYPES) else ""
+    precision_flag_value = parent_process.flag("mixed[_-]precision")
+    return precision_flag_value if precision_flag_value in ("no", *HALF_DTYPES) else ""
 
 
 def on_gpu() -> bool:

@@ -46,14 +46,14 @@ def entry(recipe_class: type[RecipeType]) -> Callable[[MainFunction[RecipeType]]
     exits the process.
     """
 
-    def decorate(main: MainFunction[RecipeType]) -> Callable[[], None]:
+    def decorate(script_main: MainFunction[RecipeType]) -> Callable[[], None]:
         def train() -> None:
             now.enter(STARTING)  # the script's imports are complete at this point
             recipe = from_flags(recipe_class).resolved()
             accelerator, batch = start(recipe, clip_norm=recipe.clip_norm)
-            main(recipe, accelerator, batch)
+            script_main(recipe, accelerator, batch)
 
-        @functools.wraps(main)
+        @functools.wraps(script_main)
         def run_script() -> None:
             run_process(train)
 
@@ -96,12 +96,12 @@ def run_process(run_main: Callable[[], None]) -> NoReturn:
         watch.begin_exit()
         watch.report_failure(error)
         is_user_error = isinstance(error, USER_ERROR_TYPES)
-        message = safe_message(error) if is_user_error else f"{type(error).__name__}: {error}"
-        tell_torchrun(message)
+        error_message = safe_message(error) if is_user_error else f"{type(error).__name__}: {error}"
+        tell_torchrun(error_message)
         if not is_user_error and (not dist.is_initialized() or claim_report(repr(error))):
             traceback.print_exc()
-        elif is_user_error and claim_report(message):
-            log.warning(f"error: {message}")
+        elif is_user_error and claim_report(error_message):
+            log.warning(f"error: {error_message}")
         # A launcher kills all processes as soon as one exits. The delay gives other ranks time to print their
         # errors, or to read this error from rank 0's store.
         if world_size() > 1:
@@ -115,8 +115,8 @@ def run_process(run_main: Callable[[], None]) -> NoReturn:
     sys.stderr.flush()
     report_to_launcher("exit", status=exit_status)
     if not owns_process:
-        for signal_number, handler in previous_handlers:
-            signal.signal(signal_number, handler)
+        for signal_number, previous_handler in previous_handlers:
+            signal.signal(signal_number, previous_handler)
         sys.exit(exit_status)
     run_finalizers()
     # sys.exit() would run thread destructors, in which about one in a hundred gloo processes aborts (pytorch
@@ -139,16 +139,16 @@ class _ForgivingOutput(io.FileIO):
         return len(encoded)
 
 
-def _ignore_write_errors(stream: TextIO) -> TextIO:
+def _ignore_write_errors(output_stream: TextIO) -> TextIO:
     """Return a stream that ignores write errors, for example after `| tee` exits or a disk fills up."""
-    assert isinstance(stream, io.TextIOWrapper)
-    stream.flush()
-    raw_output = _ForgivingOutput(stream.fileno(), "w", closefd=False)
+    assert isinstance(output_stream, io.TextIOWrapper)
+    output_stream.flush()
+    raw_output = _ForgivingOutput(output_stream.fileno(), "w", closefd=False)
     return io.TextIOWrapper(
         # Unbuffered if Python was started with -u
-        raw_output if stream.write_through else io.BufferedWriter(raw_output),
-        encoding=stream.encoding,
+        raw_output if output_stream.write_through else io.BufferedWriter(raw_output),
+        encoding=output_stream.encoding,
         errors="backslashreplace",
-        line_buffering=stream.line_buffering,
-        write_through=stream.write_through,
+        line_buffering=output_stream.line_buffering,
+        write_through=output_stream.write_through,
     )

@@ -25,7 +25,7 @@ from onecurve.system.output import log
 from onecurve.system.processes import ancestors, interface_problem, interface_to
 from onecurve.system.text import plural
 
-OWN_STORE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+OWN_STORE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # 1 stops torchrun from sharing its agent's store
 
 
 def choose_gloo_interface() -> None:
@@ -85,8 +85,8 @@ def _publish_attempt_name(store: dist.Store, process_count: int) -> str:
     attempt_name = uuid.uuid4().hex
     store.set("attempt", attempt_name)
     for other_rank in range(1, process_count):
-        token = store.get(f"{attempt_name}/{other_rank}").decode()
-        store.set(f"{attempt_name}/heard/{token}", "")
+        handshake_token = store.get(f"{attempt_name}/{other_rank}").decode()
+        store.set(f"{attempt_name}/heard/{handshake_token}", "")
     return attempt_name
 
 
@@ -95,13 +95,13 @@ def _receive_attempt_name(store: dist.Store, own_rank: int, timeout_s: int) -> s
 
     Rank 0 does not answer ranks that have read an earlier attempt's name.
     """
-    token = uuid.uuid4().hex
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
+    handshake_token = uuid.uuid4().hex
+    answer_deadline = time.monotonic() + timeout_s
+    while time.monotonic() < answer_deadline:
         attempt_name = store.get("attempt").decode()
-        store.set(f"{attempt_name}/{own_rank}", token)
-        while time.monotonic() < deadline:
-            if store.check([f"{attempt_name}/heard/{token}"]):
+        store.set(f"{attempt_name}/{own_rank}", handshake_token)
+        while time.monotonic() < answer_deadline:
+            if store.check([f"{attempt_name}/heard/{handshake_token}"]):
                 return attempt_name
             if store.get("attempt").decode() != attempt_name:
                 break
@@ -113,11 +113,11 @@ def _receive_attempt_name(store: dist.Store, own_rank: int, timeout_s: int) -> s
 
 def check_process_count() -> None:
     """Raise ValueError unless the job has as many processes as launch.py started."""
-    started_count = int(os.environ.get(PROCESSES_VARIABLE, world_size()))
+    started_process_count = int(os.environ.get(PROCESSES_VARIABLE, world_size()))
     process_count = world_size()
-    if process_count != started_count:
+    if process_count != started_process_count:
         raise ValueError(
-            f"launch.py started {started_count} processes for this job,"
+            f"launch.py started {started_process_count} processes for this job,"
             f" but WORLD_SIZE is {process_count} in this process."
             " Set --config_file to a file in accelerate_configs/ that starts several processes."
         )
@@ -210,9 +210,9 @@ def replacement_problem() -> str | None:
     fail after 60 s (torch.distributed.elastic.rendezvous.dynamic_rendezvous). For a single-host job, the
     result is None.
     """
-    is_torchrun = os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none"
-    shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if not (is_torchrun and shares_store and (current_host_count() > 1 or max_host_count() > 1)):
+    is_torchrun_job = os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none"
+    shares_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not (is_torchrun_job and shares_agent_store and (current_host_count() > 1 or max_host_count() > 1)):
         return None
     return (
         "no other host can join this job after a host fails."
@@ -226,5 +226,5 @@ def _torchrun_max_hosts() -> str | None:
         return None
     agent_process, *_ = ancestors()
     host_range = agent_process.flag("nnodes") or os.environ.get("PET_NNODES", "")
-    range_match = re.fullmatch(r"\d+:(?P<max>\d+)", host_range)
-    return range_match["max"] if range_match else None
+    host_range_match = re.fullmatch(r"\d+:(?P<max>\d+)", host_range)
+    return host_range_match["max"] if host_range_match else None

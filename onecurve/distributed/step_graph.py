@@ -57,13 +57,13 @@ def chosen_step_graph(accelerator: JobAccelerator, step_graph_flag: bool | None)
     Raises:
         ValueError: If the flag is set, but graphs are not possible.
     """
-    obstacle = capture_obstacle(accelerator)
-    if step_graph_flag and obstacle:
-        raise ValueError(f"--step_graph: {obstacle}. Remove --step_graph.")
-    is_requested = accelerator.device.type == "cuda" if step_graph_flag is None else step_graph_flag
-    if is_requested and obstacle:
-        accelerator.print(f"steps run without CUDA graphs: {obstacle}")
-    return is_requested and not obstacle
+    graph_obstacle = capture_obstacle(accelerator)
+    if step_graph_flag and graph_obstacle:
+        raise ValueError(f"--step_graph: {graph_obstacle}. Remove --step_graph.")
+    are_graphs_requested = accelerator.device.type == "cuda" if step_graph_flag is None else step_graph_flag
+    if are_graphs_requested and graph_obstacle:
+        accelerator.print(f"steps run without CUDA graphs: {graph_obstacle}")
+    return are_graphs_requested and not graph_obstacle
 
 
 def capture_obstacle(accelerator: JobAccelerator) -> str:
@@ -95,7 +95,7 @@ def keep_segments_out_of_nccl() -> None:
     """
     allocator_variables = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     allocator_settings = [os.environ.get(variable, "") for variable in allocator_variables]
-    if any("expandable_segments:True" in setting for setting in allocator_settings):
+    if any("expandable_segments:True" in allocator_setting for allocator_setting in allocator_settings):
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
@@ -138,10 +138,10 @@ def make_capturable(optimizer: torch.optim.Optimizer) -> None:
 
     Step counts loaded from a checkpoint are moved to the device.
     """
-    for group in optimizer.param_groups:
-        if "capturable" in group:
-            group["capturable"] = True
-            for parameter in group["params"]:
+    for parameter_group in optimizer.param_groups:
+        if "capturable" in parameter_group:
+            parameter_group["capturable"] = True
+            for parameter in parameter_group["params"]:
                 parameter_state = optimizer.state.get(parameter, {})
                 for state_name, state_value in list(parameter_state.items()):
                     if isinstance(state_value, Tensor) and not state_value.ndim:
@@ -170,8 +170,8 @@ def free_graphs() -> None:
 
     See pytorch #115388.
     """
-    for live_graph in list(_live_step_graphs):
-        live_graph.free_shape_graphs()
+    for live_step_graph in list(_live_step_graphs):
+        live_step_graph.free_shape_graphs()
 
 
 _live_step_graphs: "WeakSet[StepGraph]" = WeakSet()
@@ -294,13 +294,13 @@ class StepGraph:
         self.replay_count += 1
         accelerator_step = self.accelerator.step
         pending_replay = now.replay if now.replay and not now.replay.is_done() else None
-        replay = pending_replay or Replay(self.replay_count)
-        now.replay = replay
-        replay.launched = self.replay_count
+        tracked_replay = pending_replay or Replay(self.replay_count)
+        now.replay = tracked_replay
+        tracked_replay.launched = self.replay_count
         assert micro_batch_graph.replay_graph
         micro_batch_graph.replay_graph()
         if not pending_replay:
-            replay.ended = _queued_work_query() if self.on_gpu else lambda: True
+            tracked_replay.ended = _queued_work_query() if self.on_gpu else lambda: True
         self.accelerator.step = accelerator_step + 1
 
     def _capture_step(self, shape_graphs: ShapeGraphs) -> None:
@@ -309,18 +309,18 @@ class StepGraph:
         This method is collective.
         """
         accelerator_step, exact_sum = self.accelerator.step, self.accelerator.exact_sum
-        graphs: list[MicroBatchGraph] = []
+        micro_batch_graphs: list[MicroBatchGraph] = []
         capture_error = ""
         memory_pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
-        last_index = self.micro_batch_count - 1
+        last_micro_batch_index = self.micro_batch_count - 1
         self._reshard()
         with exact_sum.restoring_counters() if exact_sum else nullcontext():
             try:
                 reserved_bytes_before = _reserved_bytes_without_cache() if self.on_gpu else 0
-                for micro_batch_index in sorted({0, min(1, last_index), last_index}):
+                for micro_batch_index in sorted({0, min(1, last_micro_batch_index), last_micro_batch_index}):
                     self.accelerator.step = accelerator_step + micro_batch_index
                     micro_batch_graph = MicroBatchGraph()
-                    graphs.append(micro_batch_graph)
+                    micro_batch_graphs.append(micro_batch_graph)
                     run_step = partial(self._run_step, shape_graphs, micro_batch_graph)
                     micro_batch_graph.replay_graph = self.capture(run_step, memory_pool)
                 if self.on_gpu:
@@ -330,9 +330,9 @@ class StepGraph:
         self.accelerator.step = accelerator_step
         error_by_rank = self.gloo_exchange.gather(capture_error)
         if any(error_by_rank):
-            graphs.clear()
+            micro_batch_graphs.clear()
             self._continue_without_graphs(error_by_rank)
-        shape_graphs.graphs = graphs
+        shape_graphs.graphs = micro_batch_graphs
 
     def capture(self, run_step: Callable[[], None], memory_pool: Any) -> Callable[[], None]:
         """Record the kernels that run_step() launches, without executing them.
@@ -347,8 +347,8 @@ class StepGraph:
             return run_step
         cuda_graph = torch.cuda.CUDAGraph()
         device_index, current_stream = torch.cuda.current_device(), torch.cuda.current_stream()
-        generator = torch.cuda.default_generators[device_index]
-        generator_state = generator.clone_state()
+        random_generator = torch.cuda.default_generators[device_index]
+        generator_state = random_generator.clone_state()
         try:
             # "thread_local" allows CUDA calls during the capture by threads that write checkpoints or measure
             # usage.
@@ -357,7 +357,7 @@ class StepGraph:
                 run_step()
         except BaseException:
             torch.cuda.set_stream(current_stream)
-            generator.graphsafe_set_state(generator_state)
+            random_generator.graphsafe_set_state(generator_state)
             torch_.leave_capture_pool(device_index, memory_pool)
             raise
         return cuda_graph.replay
@@ -373,13 +373,13 @@ class StepGraph:
         self.accelerator.step_graph = False
         self.free_shape_graphs()
         gc.collect()
-        for group in self.parameter_groups:
-            for parameter in group["params"]:
+        for parameter_group in self.parameter_groups:
+            for parameter in parameter_group["params"]:
                 parameter.grad = None
         failed_rank = next(rank for rank, error_text in enumerate(error_by_rank) if error_text)
-        location = f" on rank {failed_rank}" if len(error_by_rank) > 1 else ""
+        failure_location = f" on rank {failed_rank}" if len(error_by_rank) > 1 else ""
         self.accelerator.print(
-            f"the step can't be captured as a CUDA graph{location} ({error_by_rank[failed_rank]})."
+            f"the step can't be captured as a CUDA graph{failure_location} ({error_by_rank[failed_rank]})."
             " Training continues without CUDA graphs."
         )
         if isinstance(self.model, nn.parallel.DistributedDataParallel):
@@ -426,9 +426,9 @@ def _capture_error_text(error: Exception) -> str:
 
 def _queued_work_query() -> Callable[[], bool]:
     """Return a function that reports whether the device has finished all work queued before this call."""
-    event = torch.cuda.Event()
-    event.record()
-    return event.query
+    queued_work_event = torch.cuda.Event()
+    queued_work_event.record()
+    return queued_work_event.query
 
 
 def _reserved_bytes_without_cache() -> int:

@@ -22,8 +22,8 @@ def strategy(accelerator: Accelerator) -> str:
     """Return the strategy's name: single, ddp, fsdp, zero1, zero2 or zero3."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return f"zero{accelerator.state.deepspeed_plugin.zero_stage}"
-    name_by_type = {DistributedType.NO: "single", DistributedType.FSDP: "fsdp"}
-    return name_by_type.get(accelerator.distributed_type, "ddp")
+    strategy_by_type = {DistributedType.NO: "single", DistributedType.FSDP: "fsdp"}
+    return strategy_by_type.get(accelerator.distributed_type, "ddp")
 
 
 def sharding(accelerator: Accelerator) -> dict[str, Any]:
@@ -38,12 +38,12 @@ def sharding(accelerator: Accelerator) -> dict[str, Any]:
         return {}
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    plugin, parallelism = accelerator.state.fsdp_plugin, accelerator.parallelism_config
-    is_hybrid = parallelism is not None and parallelism.dp_replicate_size > 1
+    fsdp_plugin, parallelism_config = accelerator.state.fsdp_plugin, accelerator.parallelism_config
+    is_hybrid_sharding = parallelism_config is not None and parallelism_config.dp_replicate_size > 1
     return {
-        "reshard_after_forward": plugin.reshard_after_forward,
-        "offload_params": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
-        "replicas": parallelism.dp_replicate_size if is_hybrid else 1,
+        "reshard_after_forward": fsdp_plugin.reshard_after_forward,
+        "offload_params": isinstance(fsdp_plugin.cpu_offload, CPUOffloadPolicy),
+        "replicas": parallelism_config.dp_replicate_size if is_hybrid_sharding else 1,
     }
 
 
@@ -54,8 +54,8 @@ def precision(accelerator: Accelerator) -> str:
 
 def device_name(accelerator: Accelerator) -> str:
     """Return the GPU's name, or the CPU's architecture."""
-    is_gpu = accelerator.device.type == "cuda"
-    return torch.cuda.get_device_name() if is_gpu else f"CPU ({platform.machine()})"
+    trains_on_gpu = accelerator.device.type == "cuda"
+    return torch.cuda.get_device_name() if trains_on_gpu else f"CPU ({platform.machine()})"
 
 
 def versions(accelerator: Accelerator | None = None) -> dict[str, str]:
@@ -66,9 +66,9 @@ def versions(accelerator: Accelerator | None = None) -> dict[str, str]:
             onecurve.models.attention_kernels, the result includes this kernel's version.
     """
     version_by_package = {"python": platform.python_version()}
-    for package in ("torch", "accelerate", "deepspeed", "timm", "numpy"):
+    for package_name in ("torch", "accelerate", "deepspeed", "timm", "numpy"):
         with contextlib.suppress(PackageNotFoundError):  # DeepSpeed may not be installed
-            version_by_package[package] = version(package)
+            version_by_package[package_name] = version(package_name)
     if accelerator and accelerator.uses_short_attention_kernel:
         from onecurve.models.attention import kernel_version
 
@@ -88,13 +88,13 @@ def refuse_missing_gradients(model: nn.Module, optimizer: torch.optim.Optimizer)
         if stepping_optimizer is not optimizer:  # the trial steps copies of the optimizer before training
             return
         hook_handle.remove()
-        missing_names = [
-            name
-            for name, parameter in model.named_parameters()
+        names_without_gradient = [
+            parameter_name
+            for parameter_name, parameter in model.named_parameters()
             if parameter.requires_grad and parameter.grad is None
         ]
-        if missing_names:
-            raise ValueError(missing_gradient_message(missing_names))
+        if names_without_gradient:
+            raise ValueError(missing_gradient_message(names_without_gradient))
 
     hook_handle = optimizer.register_step_pre_hook(check_gradients)
 

@@ -200,18 +200,18 @@ class Watch:
                 os._exit(PREEMPTED_STATUS)
             now_s = time.monotonic()
             stop_detected_at = stop_detected_at or now_s
-            waiting_s = now_s - max(stop_detected_at, self._signal_checked_at)
-            if not self._is_stop_agreed and waiting_s > self._timeout_s:
+            step_wait_s = now_s - max(stop_detected_at, self._signal_checked_at)
+            if not self._is_stop_agreed and step_wait_s > self._timeout_s:
                 self._end_stuck()
 
     def _end_stuck(self) -> NoReturn:
         """Terminate this process, because its step timed out after a signal."""
         self.report_hang()
-        cause = f"the process received {self._stop_reason}"
+        stop_cause = f"the process received {self._stop_reason}"
         if self._stop_reason == LAUNCHER_ENDED:
-            cause = "the launcher has exited"
+            stop_cause = "the launcher has exited"
         log.warning(
-            f"{cause}, but the current step has not finished within {self._timeout_s:g} s."
+            f"{stop_cause}, but the current step has not finished within {self._timeout_s:g} s."
             " The process was waiting for data or for another rank."
         )
         os._exit(1)
@@ -224,8 +224,8 @@ class _OtherRanks:
         self.accelerator, self.own_rank = accelerator, accelerator.process_index
         self.timeout_s, self.close_run = timeout_s, close_run
         own_first_rank = self.own_rank - local_rank()
-        own_process = (os.getpid(), processes.start_ticks(os.getpid()))
-        own_identity = [uuid.uuid4().hex, socket.gethostname(), own_first_rank, *own_process]
+        own_pid_and_start = (os.getpid(), processes.start_ticks(os.getpid()))
+        own_identity = [uuid.uuid4().hex, socket.gethostname(), own_first_rank, *own_pid_and_start]
         identity_by_rank = gather_object([own_identity])
         self.local_process_by_rank = {  # PID and start time of each other rank on this host, by rank
             rank: (pid, start_ticks)
@@ -250,18 +250,18 @@ class _OtherRanks:
 
         If another rank fails, this method terminates the process.
         """
-        channel, heartbeat_at = self.poll_channel, 0.0
+        channel, heartbeat_sent_at = self.poll_channel, 0.0
         while not self.is_exiting:
-            if time.monotonic() - heartbeat_at > self.timeout_s / HEARTBEATS_PER_TIMEOUT:
-                heartbeat_at = time.monotonic()
+            if time.monotonic() - heartbeat_sent_at > self.timeout_s / HEARTBEATS_PER_TIMEOUT:
+                heartbeat_sent_at = time.monotonic()
                 self.hang_report.send_heartbeat(channel)
             self.hang_report.answer_request(channel)
-            message = channel.read(self.failure_key)
-            death_message = "" if message else self.dead_sibling_message(channel)
+            failure_message = channel.read(self.failure_key)
+            death_message = "" if failure_message else self.dead_sibling_message(channel)
             if death_message:
-                message = channel.store_if_unset(self.failure_key, death_message)
-            if message:
-                return self.end_after_failure(message)
+                failure_message = channel.store_if_unset(self.failure_key, death_message)
+            if failure_message:
+                return self.end_after_failure(failure_message)
             time.sleep(POLL_INTERVAL_S)
 
     def end_after_failure(self, message: str) -> None:
@@ -317,26 +317,26 @@ class _OtherRanks:
         rank exits independently. Ctrl-C is the cause of another rank's error only if SIGINT was sent to a
         single rank.
         """
-        location = f"rank {self.own_rank} (host {socket.gethostname()})"
+        rank_location = f"rank {self.own_rank} (host {socket.gethostname()})"
         if not isinstance(error, Exception):
             self.failure_channel.store_if_unset(
-                self.interrupt_key, f"{location} was interrupted by SIGINT, so no checkpoint was saved"
+                self.interrupt_key, f"{rank_location} was interrupted by SIGINT, so no checkpoint was saved"
             )
             return error
-        message = _failure_message(error)
+        own_message = _failure_message(error)
         other_failure = None
         is_user_error = isinstance(error, USER_ERROR_TYPES)
         if not is_user_error:
-            message = f"{location} failed: {message}"
-            deadline = time.monotonic() + DEATH_DELAY_S
-            while not (other_failure := self.other_ranks_failure()) and time.monotonic() < deadline:
+            own_message = f"{rank_location} failed: {own_message}"
+            death_deadline = time.monotonic() + DEATH_DELAY_S
+            while not (other_failure := self.other_ranks_failure()) and time.monotonic() < death_deadline:
                 time.sleep(0.1)
-        first_message = self.failure_channel.store_if_unset(self.failure_key, other_failure or message)
+        first_message = self.failure_channel.store_if_unset(self.failure_key, other_failure or own_message)
         if self.failure_channel.store_error:
             return error
-        if first_message == message:
-            report_to_launcher("failed", message=message)
-        return error if is_user_error or first_message == message else ValueError(first_message)
+        if first_message == own_message:
+            report_to_launcher("failed", message=own_message)
+        return error if is_user_error or first_message == own_message else ValueError(first_message)
 
     def start_hang_checks(self) -> None:
         """Check for hanging collectives and replays. This method does not use the store, which may hang."""

@@ -103,9 +103,9 @@ def flag(
     """
     declared_facts |= {"part_of_recipe": part_of_recipe}
     FlagFacts(**declared_facts)  # Raises TypeError for unknown properties
-    metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum, "also": also}
-    metadata |= {"per_script": per_script, "facts": declared_facts}
-    return dataclasses.field(default=default, metadata=metadata)
+    field_metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum, "also": also}
+    field_metadata |= {"per_script": per_script, "facts": declared_facts}
+    return dataclasses.field(default=default, metadata=field_metadata)
 
 
 def setting(default: Any, help: str = "", **options: Any) -> Any:
@@ -126,7 +126,7 @@ def flag_facts_of(recipe_class: type) -> dict[str, FlagFacts]:
 def flags_where(recipe_class: type, fact_name: str) -> list[str]:
     """Return the names of the flags in a recipe class for which the property `fact_name` is truthy."""
     facts_by_flag = flag_facts_of(recipe_class)
-    return [flag_name for flag_name, facts in facts_by_flag.items() if getattr(facts, fact_name)]
+    return [flag_name for flag_name, flag_facts in facts_by_flag.items() if getattr(flag_facts, fact_name)]
 
 
 def switched_off(field: dataclasses.Field) -> Any:
@@ -135,32 +135,32 @@ def switched_off(field: dataclasses.Field) -> Any:
 
 
 @cache
-def _parse_flags_by_class(script: Path) -> dict[str, dict[str, dict[str, Any]]]:
+def _parse_flags_by_class(script_path: Path) -> dict[str, dict[str, dict[str, Any]]]:
     """Return {class: {flag: {property: value}}} for all flags that the classes in a file declare.
 
     The function parses the file instead of importing the script, because an import takes seconds. The
     function returns {} for a file with a syntax error.
     """
     with contextlib.suppress(SyntaxError, ValueError):
-        script_nodes = ast.parse(script.read_text()).body
+        script_nodes = ast.parse(script_path.read_text()).body
         class_nodes = (node for node in script_nodes if isinstance(node, ast.ClassDef))
         return {class_node.name: _flags_declared_in(class_node) for class_node in class_nodes}
     return {}  # the script has a syntax error
 
 
-def _flags_declared_in(recipe_class: ast.ClassDef) -> dict[str, dict[str, Any]]:
+def _flags_declared_in(class_node: ast.ClassDef) -> dict[str, dict[str, Any]]:
     property_names = {"also", *(field.name for field in dataclasses.fields(FlagFacts))}
     properties_by_flag: dict[str, dict[str, Any]] = {}
-    for statement in recipe_class.body:
+    for statement in class_node.body:
         if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.value, ast.Call)):
             continue  # not a flag declaration
-        called_function, keywords = ast.unparse(statement.value.func), statement.value.keywords
+        called_function, flag_keywords = ast.unparse(statement.value.func), statement.value.keywords
         if called_function in ("flag", "setting"):
             flag_name = ast.unparse(statement.target)
             properties_by_flag[flag_name] = {
-                keyword.arg: ast.literal_eval(keyword.value)
-                for keyword in keywords
-                if keyword.arg in property_names
+                flag_keyword.arg: ast.literal_eval(flag_keyword.value)
+                for flag_keyword in flag_keywords
+                if flag_keyword.arg in property_names
             }
     return properties_by_flag
 
@@ -173,12 +173,12 @@ def declared_values(fact_name: str) -> dict[str, Any]:
     because a run's script may be unknown, outdated or slow to import.
     """
     values_by_flag: dict[str, Any] = {}
-    for script in (RECIPES_FILE, *sorted(ROOT.glob("train_*.py"))):
-        for properties_by_flag in _parse_flags_by_class(script).values():
-            for flag_name, properties in properties_by_flag.items():
-                if declared_value := properties.get(fact_name):
-                    second_name, _ = properties.get("also", ("", ""))
-                    values_by_flag |= dict.fromkeys(filter(None, (flag_name, second_name)), declared_value)
+    for script_path in (RECIPES_FILE, *sorted(ROOT.glob("train_*.py"))):
+        for properties_by_flag in _parse_flags_by_class(script_path).values():
+            for flag_name, flag_properties in properties_by_flag.items():
+                if declared_value := flag_properties.get(fact_name):
+                    second_flag, _ = flag_properties.get("also", ("", ""))
+                    values_by_flag |= dict.fromkeys(filter(None, (flag_name, second_flag)), declared_value)
     return values_by_flag
 
 
@@ -199,13 +199,13 @@ class Parser(CommandParser):
 
     def parse_known_args(self, args=None, namespace=None):
         """Refuse two names of one flag, such as `--lr 1 --learning_rate 2`, but allow a repeated name."""
-        first_name_by_field: dict[str, str] = {}  # {field of the recipe: first name on the command line}
-        for word in sys.argv[1:] if args is None else args:
-            flag_name, _, _ = underscores(word).partition("=")
+        first_flag_by_field: dict[str, str] = {}  # {field of the recipe: first name on the command line}
+        for command_word in sys.argv[1:] if args is None else args:
+            flag_name, _, _ = underscores(command_word).partition("=")
             if parser_action := self._option_string_actions.get(flag_name):
-                first_name = first_name_by_field.setdefault(parser_action.dest, flag_name)
-                if first_name != flag_name:
-                    self.error(two_names_message(first_name, flag_name))
+                first_flag_name = first_flag_by_field.setdefault(parser_action.dest, flag_name)
+                if first_flag_name != flag_name:
+                    self.error(two_names_message(first_flag_name, flag_name))
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> typing.NoReturn:
@@ -214,16 +214,16 @@ class Parser(CommandParser):
         For an unknown flag, the line suggests a replacement.
         """
         if message.startswith("unrecognized arguments"):
-            unknown_word = message.removeprefix("unrecognized arguments:").split()[0]
-            unknown_flag, _, _ = unknown_word.partition("=")
-            suggestion = did_you_mean(unknown_flag, self._option_string_actions)
-            advice = f": {suggestion}" if suggestion else ""
+            unknown_argument = message.removeprefix("unrecognized arguments:").split()[0]
+            unknown_flag, _, _ = unknown_argument.partition("=")
+            flag_suggestion = did_you_mean(unknown_flag, self._option_string_actions)
+            flag_advice = f": {flag_suggestion}" if flag_suggestion else ""
             if scripts_sentence := _describe_scripts_with(unknown_flag):
-                advice = f"{advice} {scripts_sentence}" if advice else f". {scripts_sentence}"
+                flag_advice = f"{flag_advice} {scripts_sentence}" if flag_advice else f". {scripts_sentence}"
             else:
-                advice = _describe_equivalent(unknown_flag, self.prog) or advice
-            advice = _explain_removal(unknown_flag) or advice or ". --help lists all flags"
-            message = f"unknown flag {shortened(unknown_flag)}{advice}"
+                flag_advice = _describe_equivalent(unknown_flag, self.prog) or flag_advice
+            flag_advice = _explain_removal(unknown_flag) or flag_advice or ". --help lists all flags"
+            message = f"unknown flag {shortened(unknown_flag)}{flag_advice}"
         message = safe_message(message)
         tell_launchers(message)
         self.print_once_per_host(f"{self.prog}: error: {message}\n", sys.stderr)
@@ -245,8 +245,8 @@ def _explain_removal(unknown_flag: str) -> str:
     flag_name = unknown_flag.lstrip("-").removeprefix("no_")
     if flag_name not in REMOVED_FLAGS:
         return ""  # the flag was not removed
-    reason = REMOVED_FLAGS[flag_name].removal_reason
-    return f": {flag_name} was removed because {reason}. Do not specify {flag_name}"
+    removal_reason = REMOVED_FLAGS[flag_name].removal_reason
+    return f": {flag_name} was removed because {removal_reason}. Do not specify {flag_name}"
 
 
 def _describe_scripts_with(unknown_flag: str) -> str:
@@ -261,14 +261,14 @@ def _describe_scripts_with(unknown_flag: str) -> str:
 
 
 def _script_supports(script: Path, flag_name: str) -> bool:
-    is_declared = any(flag_name in flags for flags in _parse_flags_by_class(script).values())
+    is_declared = any(flag_name in class_flags for class_flags in _parse_flags_by_class(script).values())
     is_image_flag = flag_name in _parse_flags_by_class(RECIPES_FILE)["ImageRecipe"]
     return is_declared or (is_image_flag and "(ImageRecipe)" in script.read_text())
 
 
 def two_names_message(first_name: str, second_name: str) -> str:
-    conflict = f"{first_name} and {second_name} are two names for the same setting"
-    return f"{conflict}. Specify only one of the two names"
+    conflict_sentence = f"{first_name} and {second_name} are two names for the same setting"
+    return f"{conflict_sentence}. Specify only one of the two names"
 
 
 @cache
@@ -281,15 +281,15 @@ def flags_of_other_projects() -> list[dict[str, Any]]:
 
 def _describe_equivalent(unknown_flag: str, script_name: str) -> str:
     """Return a sentence with the equivalent of another project's flag, or "" if the flag is unknown."""
-    projects = [
+    applicable_projects = [
         project for project in flags_of_other_projects() if project.get("script", script_name) == script_name
     ]
-    for project in sorted(projects, key=lambda project: "script" not in project):
+    for project in sorted(applicable_projects, key=lambda project: "script" not in project):
         for flag_row in project["rows"]:
-            foreign_flags = [name.split()[0] for name in flag_row["names"] if name.startswith("-")]
+            foreign_flags = [alias.split()[0] for alias in flag_row["names"] if alias.startswith("-")]
             if unknown_flag in map(underscores, foreign_flags):
-                equivalents = " or ".join(flag_row.get("here", ()))
-                return f". Use {equivalents} instead." if equivalents else f". {flag_row['note']}"
+                equivalent_flags = " or ".join(flag_row.get("here", ()))
+                return f". Use {equivalent_flags} instead." if equivalent_flags else f". {flag_row['note']}"
     return ""  # no project has this flag
 
 
@@ -312,17 +312,17 @@ def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, unit: st
             f"--no_{field.name}", action="store_const", const="false", dest=field.name, help=argparse.SUPPRESS
         )
     else:
-        names = [field.name, *FLAG_SYNONYMS.get(field.name, ())]
-        option_words, placeholder = [f"--{name}" for name in names], _placeholder(field, metavar)
-        parser.add_argument(*option_words, dest=field.name, metavar=placeholder, help=help_text)
-        second_name, value_template = field.metadata["also"]
-        if second_name:
+        flag_names = [field.name, *FLAG_SYNONYMS.get(field.name, ())]
+        flag_words, placeholder = [f"--{flag_name}" for flag_name in flag_names], _placeholder(field, metavar)
+        parser.add_argument(*flag_words, dest=field.name, metavar=placeholder, help=help_text)
+        second_flag_name, value_template = field.metadata["also"]
+        if second_flag_name:
             parser.add_argument(
-                f"--{second_name}",
+                f"--{second_flag_name}",
                 dest=field.name,
-                metavar=_PLACEHOLDER_BY_LAST_WORD.get(_last_word(second_name), "PART"),
+                metavar=_PLACEHOLDER_BY_LAST_WORD.get(_last_word(second_flag_name), "PART"),
                 type=value_template.format,
-                help=help_of(field, second_name),
+                help=help_of(field, second_flag_name),
             )
 
 
@@ -370,24 +370,24 @@ def shown_default(field: dataclasses.Field) -> str:
 
 def _flag_names(field: dataclasses.Field) -> list[str]:
     """Return all names of a flag except the negated name `no_NAME`."""
-    second_name, _ = field.metadata["also"]
-    all_names = (field.name, *FLAG_SYNONYMS.get(field.name, ()), second_name)
-    return [name for name in all_names if name]
+    second_flag_name, _ = field.metadata["also"]
+    all_flag_names = (field.name, *FLAG_SYNONYMS.get(field.name, ()), second_flag_name)
+    return [flag_name for flag_name in all_flag_names if flag_name]
 
 
 def without_flags(command_words: Sequence[str], fields: Iterable[dataclasses.Field]) -> list[str]:
     """Return a command's words, excluding the fields' flags and the values of these flags."""
     excluded_options = set[str]()
     for field in fields:
-        excluded_options |= {f"--{name}" for name in (*_flag_names(field), f"no_{field.name}")}
+        excluded_options |= {f"--{flag_name}" for flag_name in (*_flag_names(field), f"no_{field.name}")}
     kept_words = list[str]()
     is_word_kept = True
-    for word in command_words:
-        if word.startswith("--"):  # The values of a flag follow its name
-            option, _, _ = underscores(word).partition("=")
-            is_word_kept = option not in excluded_options
+    for command_word in command_words:
+        if command_word.startswith("--"):  # The values of a flag follow its name
+            option_word, _, _ = underscores(command_word).partition("=")
+            is_word_kept = option_word not in excluded_options
         if is_word_kept:
-            kept_words.append(word)
+            kept_words.append(command_word)
     return kept_words
 
 
@@ -400,7 +400,7 @@ def _base_type(field: dataclasses.Field) -> Any:
     """Return a field's type without None and without type arguments, such as int for `int | None`."""
     field_type = field.type
     if isinstance(field_type, types.UnionType):
-        field_type = next(type_ for type_ in field_type.__args__ if type_ is not types.NoneType)
+        field_type = next(arg_type for arg_type in field_type.__args__ if arg_type is not types.NoneType)
     return typing.get_origin(field_type) or field_type
 
 
@@ -418,14 +418,14 @@ def _convert_value(field: dataclasses.Field, raw_value: Any) -> Any:
     if base_type is tuple:
         if isinstance(raw_value, str):
             raw_value = raw_value.split(",")
-        items = raw_value if isinstance(raw_value, list) else [raw_value]
-        if _is_number_range(field) and len(items) != 2:
+        raw_items = raw_value if isinstance(raw_value, list) else [raw_value]
+        if _is_number_range(field) and len(raw_items) != 2:
             raise ValueError  # typed_value() adds a message
         item_type, *_ = typing.get_args(field.type)
-        return tuple(_convert_without_loss(item_type, item) for item in items)
+        return tuple(_convert_without_loss(item_type, raw_item) for raw_item in raw_items)
     if base_type is bool:
-        if (value_word := str(raw_value).lower()) in ("true", "false"):
-            return value_word == "true"
+        if (raw_word := str(raw_value).lower()) in ("true", "false"):
+            return raw_word == "true"
         raise ValueError  # typed_value() adds a message
     if raw_value is False and "no" in field.metadata["choices"]:
         return "no"  # YAML reads an unquoted `no` as False
@@ -451,35 +451,31 @@ def _check_value(field: dataclasses.Field, flag_value: Any, flag_label: str) -> 
 
     Raise ValueError if the value or one of its tuple items is not a valid choice or is out of range.
     """
-    choices, minimum, maximum = (field.metadata[key] for key in ("choices", "minimum", "maximum"))
-    value_text = flag_value_text(flag_value)
+    choices, minimum, maximum = (field.metadata[meta_key] for meta_key in ("choices", "minimum", "maximum"))
+    flag_text = flag_value_text(flag_value)
     if _is_number_range(field):
         range_start, range_end = flag_value
         if not 0 < range_start <= range_end <= maximum:
             raise ValueError(
-                f"{flag_label} {value_text}: the value must be MIN,MAX with 0 < MIN <= MAX <= {maximum:g}"
+                f"{flag_label} {flag_text}: the value must be MIN,MAX with 0 < MIN <= MAX <= {maximum:g}"
             )
-    for value_item in flag_value if isinstance(flag_value, tuple) else (flag_value,):
-        if choices and value_item not in choices:
+    for flag_item in flag_value if isinstance(flag_value, tuple) else (flag_value,):
+        if choices and flag_item not in choices:
             allowed_values = ", ".join(choices)
             raise ValueError(
-                f"{flag_label} {shortened(value_text)}: the value must be one of {allowed_values}"
+                f"{flag_label} {shortened(flag_text)}: the value must be one of {allowed_values}"
             )
-        if isinstance(value_item, (int, float)) and not minimum <= value_item <= maximum:
-            bounds = f"at least {minimum:g}"
+        if isinstance(flag_item, (int, float)) and not minimum <= flag_item <= maximum:
+            range_text = f"at least {minimum:g}"
             if not math.isinf(maximum):
-                bounds = f"from {minimum:g} to {maximum:g}"
-            raise ValueError(f"{flag_label} {value_text}: the value must be {bounds}")
-        if isinstance(value_item, float) and not math.isfinite(value_item):
+                range_text = f"from {minimum:g} to {maximum:g}"
+            raise ValueError(f"{flag_label} {flag_text}: the value must be {range_text}")
+        if isinstance(flag_item, float) and not math.isfinite(flag_item):
             raise ValueError(f"{flag_label} {flag_value}: the value must be a finite number")
-        if isinstance(value_item, (int, float)) and abs(value_item) > MAX_NUMBER:
-            raise ValueError(
-                f"{flag_label} {shortened(value_text)}: the value must be at most {MAX_NUMBER:g}"
-            )
-        if isinstance(value_item, str) and not is_printable(value_item):
-            raise ValueError(
-                f"{flag_label} {value_item}: remove all characters that a terminal can't display"
-            )
+        if isinstance(flag_item, (int, float)) and abs(flag_item) > MAX_NUMBER:
+            raise ValueError(f"{flag_label} {shortened(flag_text)}: the value must be at most {MAX_NUMBER:g}")
+        if isinstance(flag_item, str) and not is_printable(flag_item):
+            raise ValueError(f"{flag_label} {flag_item}: remove all characters that a terminal can't display")
     return flag_value
 
 
@@ -493,32 +489,32 @@ def read_config(config_path: Path, fields: tuple[dataclasses.Field, ...]) -> dic
             config_content = parse_json(config_path.read_bytes(), f"--config {config_path}", unique_keys)
         else:
             config_content = read_yaml("--config", config_path)
-    except OSError as error:
-        raise ValueError(f"--config {config_path}: {error.strerror}") from None
+    except OSError as config_error:
+        raise ValueError(f"--config {config_path}: {config_error.strerror}") from None
     if "distributed_type" in config_content:
         launch_command = f"accelerate launch --config_file {config_path} {Path(sys.argv[0]).name}"
         raise ValueError(
             f"--config {config_path} is an accelerate config."
             f" Pass this file to the launcher: {launch_command}"
         )
-    field_by_name = {name: field for field in fields for name in _flag_names(field)}
+    field_by_flag = {accepted_name: field for field in fields for accepted_name in _flag_names(field)}
     value_by_flag, first_key_by_flag = dict[str, Any](), dict[str, str]()
     for config_key, config_value in without_removed_flags(config_content).items():
         flag_name = str(config_key).replace("-", "_").strip("_")
         if flag_name in REMOVED_FLAGS:
             raise ValueError(f"--config {config_path}{_explain_removal(flag_name)}")
-        if flag_name not in field_by_name:
-            suggestion = did_you_mean(flag_name, field_by_name)
-            advice = f", {suggestion}" if suggestion else ""
+        if flag_name not in field_by_flag:
+            key_suggestion = did_you_mean(flag_name, field_by_flag)
+            key_advice = f", {key_suggestion}" if key_suggestion else ""
             shown_key = shortened(str(config_key))
-            raise ValueError(f"--config {config_path} contains the unknown key {shown_key}{advice}")
-        field = field_by_name[flag_name]
+            raise ValueError(f"--config {config_path} contains the unknown key {shown_key}{key_advice}")
+        field = field_by_flag[flag_name]
         if (first_key := first_key_by_flag.setdefault(field.name, config_key)) != config_key:
             raise ValueError(f"--config {config_path}: {two_names_message(first_key, config_key)}")
         if config_value is None and field.default is None:
             continue  # the default applies
-        second_name, value_template = field.metadata["also"]
-        if flag_name == second_name:
+        second_flag_name, value_template = field.metadata["also"]
+        if flag_name == second_flag_name:
             config_value = value_template.format(config_value)
         value_by_flag[field.name] = typed_value(field, config_value, f"--config {config_path}: {config_key}")
     return value_by_flag
@@ -544,10 +540,10 @@ def _expected_form(field: dataclasses.Field) -> str:
     if _is_number_range(field):
         return "two numbers, for example 0.08,1"
     has_number_items = int in typing.get_args(field.type)
-    form_by_type = {
+    value_form_by_type = {
         int: "a whole number",
         float: "a number",
         bool: "true or false",
         tuple: f"a list of {'numbers, for example 4,8,32' if has_number_items else 'words, for example a,b'}",
     }
-    return form_by_type.get(_base_type(field), "text")
+    return value_form_by_type.get(_base_type(field), "text")

@@ -56,11 +56,11 @@ class Metric(typing.NamedTuple):
 METRICS = {
     "accuracy": Metric("accuracy"),
     "balanced_accuracy": Metric(
-        "balanced accuracy", lambda image_counts, _, hits: (hits, image_counts), by_class=True
+        "balanced accuracy", lambda image_counts, _, hit_counts: (hit_counts, image_counts), by_class=True
     ),
     "macro_f1": Metric(
         "macro F1",
-        lambda image_counts, predicted_counts, hits: (2 * hits, image_counts + predicted_counts),
+        lambda image_counts, predicted_counts, hit_counts: (2 * hit_counts, image_counts + predicted_counts),
         by_class=True,
     ),
     "loss": Metric("loss", is_share=False),
@@ -190,17 +190,17 @@ class Recipe(Job):
             raise ValueError(
                 f"--name {folder_name}: the value must be a folder name. To specify a path, use --output_dir"
             )
-        if unknown_names := set(self.allow_changed) - {"optimizer", *recipe_part(self)}:
-            unknown_name = unknown_names.pop()
-            raise ValueError(f"--allow_changed {unknown_name}: the value must be the name of a recipe flag")
+        if unknown_flags := set(self.allow_changed) - {"optimizer", *recipe_part(self)}:
+            unknown_flag = unknown_flags.pop()
+            raise ValueError(f"--allow_changed {unknown_flag}: the value must be the name of a recipe flag")
         if self.s3 == "none":  # `none` overrides an address in a config file
             object.__setattr__(self, "s3", None)
-        for flag_name, address in (("s3", self.s3), ("resume", self.resume)):
-            if not address or (flag_name == "resume" and "://" not in address):
+        for flag_name, flag_address in (("s3", self.s3), ("resume", self.resume)):
+            if not flag_address or (flag_name == "resume" and "://" not in flag_address):
                 continue
-            if not re.fullmatch("s3://[^/]+(/.*)?", address):
+            if not re.fullmatch("s3://[^/]+(/.*)?", flag_address):
                 raise ValueError(
-                    f"--{flag_name} {address}: the address must have the form s3://bucket/prefix"
+                    f"--{flag_name} {flag_address}: the address must have the form s3://bucket/prefix"
                 )
 
     def filled_name(self) -> str | None:
@@ -209,13 +209,13 @@ class Recipe(Job):
         Raise ValueError for unknown flag names.
         """
 
-        def value_in_folder_name(placeholder: re.Match[str]) -> str:
-            flag_name = placeholder[1]
+        def value_in_folder_name(flag_match: re.Match[str]) -> str:
+            flag_name = flag_match[1]
             if flag_name not in flag_names:
-                raise ValueError(f"--name {self.name}: {placeholder[0]} does not contain the name of a flag")
+                raise ValueError(f"--name {self.name}: {flag_match[0]} does not contain the name of a flag")
             return re.sub(r"[^\w.-]+", "_", flag_value_text(getattr(self, flag_name)))
 
-        flag_names = {field.name for field in dataclasses.fields(self)} - {"name"}
+        flag_names = {recipe_field.name for recipe_field in dataclasses.fields(self)} - {"name"}
         return self.name and re.sub(r"\{(\w+)\}", value_in_folder_name, self.name)
 
     def resolved(self) -> typing.Self:
@@ -261,8 +261,8 @@ class ImageRecipe(Recipe):
             object.__setattr__(self, "streams", default_streams(self.batch_size))
 
     def without_derived(self, recorded_recipe: dict[str, Any]) -> dict[str, Any]:
-        batch_size, streams = recorded_recipe["batch_size"], recorded_recipe["streams"]
-        were_streams_derived = isinstance(batch_size, int) and streams == default_streams(batch_size)
+        batch_size, recorded_streams = recorded_recipe["batch_size"], recorded_recipe["streams"]
+        were_streams_derived = isinstance(batch_size, int) and recorded_streams == default_streams(batch_size)
         if were_streams_derived and self.streams == default_streams(self.batch_size):
             return recorded_recipe | {"streams": self.streams}
         return recorded_recipe
@@ -270,8 +270,8 @@ class ImageRecipe(Recipe):
 
 def parse_fold(fold_text: str) -> tuple[int, int]:
     """Parse a fold such as "2/5", which is returned as (2, 5). Raise ValueError if the text is not a fold."""
-    if match := re.fullmatch("([0-9]{1,6})/([0-9]{1,6})", fold_text):
-        fold_number, fold_count = map(int, match.groups())
+    if fold_match := re.fullmatch("([0-9]{1,6})/([0-9]{1,6})", fold_text):
+        fold_number, fold_count = map(int, fold_match.groups())
         if 0 < fold_number <= fold_count > 1:
             return fold_number, fold_count
     raise ValueError(f"--fold {fold_text}: the value must have a form such as 2/5, the second of five parts")
@@ -291,10 +291,10 @@ def timm_name(model_name: str) -> str:
     Raise ValueError if the model does not belong to timm.
     """
     model_name = TIMM_HUB_PREFIX.sub("", model_name)
-    scheme, _, address = model_name.rpartition(":")
-    if scheme == "local-dir":
+    address_scheme, _, address = model_name.rpartition(":")
+    if address_scheme == "local-dir":
         raise ValueError(f"--model {model_name} is a folder. Specify the folder with --weights {address}")
-    if scheme or "/" in model_name:
+    if address_scheme or "/" in model_name:
         raise ValueError(
             f"--model {model_name} is not a timm model. Download the model with"
             f" `hf download {address} --local-dir DIR`. Then specify --weights DIR,"
@@ -328,27 +328,27 @@ def parse(
         argv: Words of the command line. If argv is None, sys.argv is used.
         recorded_words: Command-line words of an earlier run. Flags in argv override these words.
     """
-    fields = dataclasses.fields(recipe_class)
-    parser = _make_parser(recipe_class, fields)
+    recipe_fields = dataclasses.fields(recipe_class)
+    parser = _make_parser(recipe_class, recipe_fields)
     text_by_flag = vars(parser.parse_args(argv, parser.parse_args(recorded_words)))
     config_path = text_by_flag["config"]
     try:
-        value_by_flag = read_config(Path(config_path), fields) if config_path else {}
-        for field in fields:
+        value_by_flag = read_config(Path(config_path), recipe_fields) if config_path else {}
+        for field in recipe_fields:
             if (flag_text := text_by_flag[field.name]) is not None:
                 value_by_flag[field.name] = typed_value(field, flag_text, f"--{field.name}")
         if is_under_deepspeed() and not value_by_flag.get("deepspeed_config"):
             value_by_flag["deepspeed_config"] = _default_deepspeed_config()
         recipe = recipe_class(**value_by_flag)
-    except ValueError as error:
-        parser.error(str(error))
+    except ValueError as recipe_error:
+        parser.error(str(recipe_error))
     if text_by_flag["print_config"]:
         parser.print_once_per_host(as_yaml(recipe))
         sys.exit(0)
     return recipe
 
 
-def _make_parser(recipe_class: type, fields: tuple[dataclasses.Field, ...]) -> Parser:
+def _make_parser(recipe_class: type, recipe_fields: tuple[dataclasses.Field, ...]) -> Parser:
     """Return a parser in which each class that declares flags has its own flag group."""
     script_docstring = sys.modules[recipe_class.__module__].__doc__ or ""
     description, examples = _summary_and_examples(script_docstring)
@@ -367,11 +367,11 @@ def _make_parser(recipe_class: type, fields: tuple[dataclasses.Field, ...]) -> P
         default_group = HELP_GROUPS.get(flag_class.__name__, script_group)
         group_title, group_help = vars(flag_class).get("help_group") or default_group
         group_by_class[flag_class] = parser.add_argument_group(group_title, group_help)
-    unit = recipe_class.unit if issubclass(recipe_class, Job) else "images"
+    sample_unit = recipe_class.unit if issubclass(recipe_class, Job) else "images"
     facts_by_flag = flag_facts_of(recipe_class)
-    for field in fields:
+    for field in recipe_fields:
         declaring_class = next(cls for cls in group_by_class if field.name in inspect.get_annotations(cls))
-        add_flag(group_by_class[declaring_class], field, unit, facts_by_flag[field.name].metavar)
+        add_flag(group_by_class[declaring_class], field, sample_unit, facts_by_flag[field.name].metavar)
     config_group = parser.add_argument_group("flags", "Configuration file and help.")
     config_group.add_argument(
         "--config",
@@ -390,10 +390,10 @@ def _make_parser(recipe_class: type, fields: tuple[dataclasses.Field, ...]) -> P
 def _summary_and_examples(docstring: str) -> tuple[str, str]:
     """Return the first paragraph and the examples (indented lines) of a script's docstring."""
     first_paragraph, _, _ = docstring.partition("\n\n")
-    example_commands = [line.strip() for line in docstring.splitlines() if line.startswith("    ")]
-    if not example_commands:
+    examples = [doc_line.strip() for doc_line in docstring.splitlines() if doc_line.startswith("    ")]
+    if not examples:
         return first_paragraph, ""
-    return first_paragraph, "\n".join(["examples:", *(f"  {command}" for command in example_commands)])
+    return first_paragraph, "\n".join(["examples:", *(f"  {example}" for example in examples)])
 
 
 def _default_deepspeed_config() -> str | None:
@@ -420,14 +420,14 @@ def recipe_part(recipe: Job) -> dict[str, Any]:
 def agreed_part(job: Job) -> dict[str, Any]:
     """Return the recipe fields that must have the same value on all ranks."""
     per_host_flags = flags_where(type(job), "per_host")
-    return {name: flag_value for name, flag_value in vars(job).items() if name not in per_host_flags}
+    return {flag_name: value for flag_name, value in vars(job).items() if flag_name not in per_host_flags}
 
 
 def without_training_flags(recipe: RecipeT) -> RecipeT:
     """Return a recipe that trains the same model from random weights and without frozen layers."""
     training_flags = flags_where(type(recipe), "training_only")
-    fields = [field for field in dataclasses.fields(recipe) if field.name in training_flags]
-    return dataclasses.replace(recipe, **{field.name: switched_off(field) for field in fields})
+    disabled_fields = [field for field in dataclasses.fields(recipe) if field.name in training_flags]
+    return dataclasses.replace(recipe, **{field.name: switched_off(field) for field in disabled_fields})
 
 
 def as_yaml(recipe: "DataclassInstance") -> str:
@@ -449,10 +449,10 @@ class Batch:
     unit: str = "images"  # Word for samples in messages
 
     def __str__(self) -> str:
-        samples = plural(self.per_device, self.unit.removesuffix("s"))
-        processes = plural(self.processes, "process")
-        accumulations = plural(self.accumulations, "accumulation")
-        return f"batch {self.total} = {samples} x {processes} x {accumulations}"
+        samples_text = plural(self.per_device, self.unit.removesuffix("s"))
+        processes_text = plural(self.processes, "process")
+        accumulations_text = plural(self.accumulations, "accumulation")
+        return f"batch {self.total} = {samples_text} x {processes_text} x {accumulations_text}"
 
     def micro_batches(self, rank: int) -> range:
         """Return the indices of this rank's micro-batches within a step."""
@@ -462,7 +462,7 @@ class Batch:
         """Return the largest valid per_device that is at most half of the current value, or None."""
         images_per_process = self.total // self.processes
         smaller_sizes = range(self.per_device // 2, 0, -1)
-        return next((size for size in smaller_sizes if images_per_process % size == 0), None)
+        return next((pass_size for pass_size in smaller_sizes if images_per_process % pass_size == 0), None)
 
 
 def share_out(batch_size: int, per_device: int | None, processes: int, unit: str = "images") -> Batch:
@@ -508,9 +508,9 @@ def default_streams(batch_size: int) -> int:
     if batch_size % MAX_DEFAULT_STREAMS == 0:
         return MAX_DEFAULT_STREAMS
 
-    def flexibility(streams: int) -> tuple[int, int]:
+    def flexibility(stream_count: int) -> tuple[int, int]:
         """Return how many process counts up to 16 are valid, and the number of streams."""
-        return sum(streams % processes == 0 for processes in COUNTED_PROCESSES), streams
+        return sum(stream_count % process_count == 0 for process_count in COUNTED_PROCESSES), stream_count
 
     valid_streams = [streams for streams in range(1, MAX_DEFAULT_STREAMS) if batch_size % streams == 0]
     return max(valid_streams, key=flexibility)

@@ -130,8 +130,8 @@ def kernel_failure(model: nn.Module, device: torch.device, dtype: torch.dtype) -
             kernel_tensors = _output_and_gradient(_kernel_attention, qkv)
             expected_tensors = _output_and_gradient(plain_attention, qkv)
         except Exception as error:  # Triton, the compiler or the driver may raise any exception
-            first_line, _, _ = str(error).strip().partition("\n")
-            return f"{type(error).__name__}: {first_line}"
+            first_error_line, _, _ = str(error).strip().partition("\n")
+            return f"{type(error).__name__}: {first_error_line}"
         for kernel_tensor, expected_tensor in zip(kernel_tensors, expected_tensors, strict=True):
             error_norm = (kernel_tensor.float() - expected_tensor.float()).norm()
             relative_error = (error_norm / expected_tensor.float().norm()).item()
@@ -154,10 +154,10 @@ def _output_and_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Return a function's output, and the gradient of half the sum of the squared outputs."""
     qkv = qkv.clone().requires_grad_()
-    output = attention_function(qkv)
-    output.backward(output.detach())
+    attention_output = attention_function(qkv)
+    attention_output.backward(attention_output.detach())
     assert qkv.grad is not None
-    return output.detach(), qkv.grad
+    return attention_output.detach(), qkv.grad
 
 
 def prefer_cudnn(model: nn.Module, device: torch.device) -> None:

@@ -163,8 +163,8 @@ def short_attention(qkv: Tensor) -> tuple[Tensor, Tensor]:
     """
     qkv = qkv.contiguous()
     out, logs = _empty_outputs(qkv)
-    launch_grid, constants = _launch_settings(qkv, FORWARD_TILES)
-    wrap_triton(_forward)[launch_grid](qkv, out, logs, **constants)
+    launch_grid, kernel_constants = _launch_settings(qkv, FORWARD_TILES)
+    wrap_triton(_forward)[launch_grid](qkv, out, logs, **kernel_constants)
     return out, logs
 
 
@@ -173,28 +173,28 @@ def short_attention_backward(qkv: Tensor, out: Tensor, logs: Tensor, out_gradien
     """Compute the gradient of qkv, [B, N, 3, H, D], from the gradient of the output."""
     qkv, out_gradient = qkv.contiguous(), out_gradient.contiguous()
     qkv_gradient = qkv.new_empty(qkv.shape)
-    launch_grid, constants = _launch_settings(qkv, BACKWARD_TILES)
-    wrap_triton(_backward)[launch_grid](qkv, out, logs, out_gradient, qkv_gradient, **constants)
+    launch_grid, kernel_constants = _launch_settings(qkv, BACKWARD_TILES)
+    wrap_triton(_backward)[launch_grid](qkv, out, logs, out_gradient, qkv_gradient, **kernel_constants)
     return qkv_gradient
 
 
 def _empty_outputs(qkv: Tensor) -> tuple[Tensor, Tensor]:
-    samples, tokens, _, heads, head_size = qkv.shape
-    logs_shape = (samples, heads, tokens) if tokens > MAX_WHOLE_TOKENS else (0,)
-    out = qkv.new_empty(samples, tokens, heads, head_size)
+    sample_count, token_count, _, head_count, head_size = qkv.shape
+    logs_shape = (sample_count, head_count, token_count) if token_count > MAX_WHOLE_TOKENS else (0,)
+    out = qkv.new_empty(sample_count, token_count, head_count, head_size)
     return out, qkv.new_empty(logs_shape, dtype=torch.float32)
 
 
 def _launch_settings(qkv: Tensor, tiles: Tiles) -> tuple[tuple[int], dict[str, Any]]:
     """Return the launch grid (number of programs), and the kernel's constants and number of warps."""
-    samples, tokens, _, heads, head_size = qkv.shape
-    padded_tokens = _padded_length(tokens)
-    if tokens <= MAX_WHOLE_TOKENS:
-        tiles = Tiles(padded_tokens, padded_tokens, WHOLE_WARPS)
-    queries = tiles.queries or padded_tokens
-    program_count = samples * heads * triton.cdiv(tokens, queries)
-    constants = {"TOKENS": tokens, "HEADS": heads, "HEAD_SIZE": head_size, "SCALE": head_size**-0.5}
-    constants |= {"PADDED": _padded_length(head_size), "QUERIES": queries, "KEYS": tiles.keys}
+    sample_count, token_count, _, head_count, head_size = qkv.shape
+    padded_token_count = _padded_length(token_count)
+    if token_count <= MAX_WHOLE_TOKENS:
+        tiles = Tiles(padded_token_count, padded_token_count, WHOLE_WARPS)
+    queries_per_program = tiles.queries or padded_token_count
+    program_count = sample_count * head_count * triton.cdiv(token_count, queries_per_program)
+    constants = {"TOKENS": token_count, "HEADS": head_count, "HEAD_SIZE": head_size, "SCALE": head_size**-0.5}
+    constants |= {"PADDED": _padded_length(head_size), "QUERIES": queries_per_program, "KEYS": tiles.keys}
     return (program_count,), constants | {"num_warps": tiles.warps}
 
 
@@ -223,8 +223,8 @@ register_autograd(short_attention, _differentiate, setup_context=_save_for_backw
 
 @register_flop_formula(torch.ops.onecurve.short_attention)
 def _forward_flops(qkv_shape: Any, **_: Any) -> int:
-    samples, tokens, _, heads, head_size = qkv_shape
-    return 4 * samples * heads * tokens**2 * head_size
+    sample_count, token_count, _, head_count, head_size = qkv_shape
+    return 4 * sample_count * head_count * token_count**2 * head_size
 
 
 @register_flop_formula(torch.ops.onecurve.short_attention_backward)

@@ -3,9 +3,9 @@
 import math
 from typing import Any, NamedTuple
 
-INTERPOLATIONS = ("bilinear", "bicubic")
+INTERPOLATIONS = ("bilinear", "bicubic")  # interpolations that models may use
 LEGACY = "legacy"  # bilinear in crops, bicubic on the device, as in versions without per-model interpolation
-CROP_MODES = ("center", "squash", "border")
+CROP_MODES = ("center", "squash", "border")  # crop modes of timm, described in Crop
 
 
 class Crop(NamedTuple):
@@ -38,7 +38,7 @@ class Crop(NamedTuple):
 
 
 IMAGENET_CROP = Crop()
-CROP_FLAGS = ("interpolation", "crop_pct", "crop_mode")
+CROP_FLAGS = ("interpolation", "crop_pct", "crop_mode")  # flags that change the fields of Crop
 IMAGENET_CROP_VALUES = {flag_name: getattr(IMAGENET_CROP, flag_name) for flag_name in CROP_FLAGS}
 
 
@@ -69,8 +69,8 @@ def data_config(config_record: dict[str, Any], recipe: Any = None) -> DataConfig
     Raises:
         ValueError: If the interpolation or crop mode is unknown.
     """
-    all_flags = vars(recipe) if recipe else {}
-    flag_values = {flag: all_flags[flag] for flag in CROP_FLAGS if all_flags.get(flag) is not None}
+    recipe_flags = vars(recipe) if recipe else {}
+    flag_values = {flag: recipe_flags[flag] for flag in CROP_FLAGS if recipe_flags.get(flag) is not None}
     is_legacy = flag_values.get("interpolation") == LEGACY
     model_crop_values = IMAGENET_CROP_VALUES if is_legacy else IMAGENET_CROP_VALUES | config_record
     crop_values = model_crop_values | flag_values

@@ -44,7 +44,7 @@ def project_script(script_name: str | None) -> Path:
     Raises:
         ValueError: If the project contains no train script with this name.
     """
-    script_by_name = {path.stem: path for path in sorted(ROOT.glob("train_*.py"))}
+    script_by_name = {script_path.stem: script_path for script_path in sorted(ROOT.glob("train_*.py"))}
     if script_name not in script_by_name:
         raise ValueError(
             f"the model was trained by {script_name!r}, which is not one of this project's scripts"
@@ -58,17 +58,17 @@ def load_script(script_path: Path) -> ModuleType:
     module_spec = importlib.util.spec_from_file_location(script_path.stem, script_path)
     assert module_spec is not None
     assert module_spec.loader is not None
-    script = importlib.util.module_from_spec(module_spec)
-    sys.modules[script_path.stem] = script
-    module_spec.loader.exec_module(script)
-    return script
+    script_module = importlib.util.module_from_spec(module_spec)
+    sys.modules[script_path.stem] = script_module
+    module_spec.loader.exec_module(script_module)
+    return script_module
 
 
 def model_section(script_text: str) -> str | None:
     """Return the code in a script's `# --- Model` section, from which export.py creates model.py."""
-    pattern = re.compile(r"^# --- Model\b[^\n]*\n(.*?)^# --- ", re.MULTILINE | re.DOTALL)
-    match = pattern.search(script_text)
-    return match[1].strip() if match else None
+    section_pattern = re.compile(r"^# --- Model\b[^\n]*\n(.*?)^# --- ", re.MULTILINE | re.DOTALL)
+    section_match = section_pattern.search(script_text)
+    return section_match[1].strip() if section_match else None
 
 
 def names_from_above(section: str) -> list[str]:
@@ -88,7 +88,7 @@ def names_from_above(section: str) -> list[str]:
             elif instruction.opname in ("STORE_GLOBAL", "STORE_NAME"):
                 defined_names.add(instruction.argval)
     # Every module defines names with two leading underscores
-    return sorted(name for name in used_names - defined_names if not name.startswith("__"))
+    return sorted(used_name for used_name in used_names - defined_names if not used_name.startswith("__"))
 
 
 def recipe_class(script: ModuleType) -> type[Recipe]:
@@ -122,14 +122,14 @@ def as_flags(manifest_recipe: dict[str, Any], recipe_type: type[Recipe]) -> list
     flag_words: list[str] = []
     omitted_flags = {*REMOVED_FLAGS, *flags_where(recipe_type, "training_only")}
     for flag_name, flag_value in manifest_recipe.items():
-        is_default = flag_value is None or flag_value == []  # an empty list is always the default
-        if flag_name in omitted_flags or is_default:
+        is_default_value = flag_value is None or flag_value == []  # an empty list is always the default
+        if flag_name in omitted_flags or is_default_value:
             continue
         if isinstance(flag_value, bool):
             flag_words.append(f"--{flag_name}" if flag_value else f"--no_{flag_name}")
         else:
-            value_text = ",".join(map(str, flag_value)) if isinstance(flag_value, list) else flag_value
-            flag_words.append(f"--{flag_name}={value_text}")
+            flag_value_text = ",".join(map(str, flag_value)) if isinstance(flag_value, list) else flag_value
+            flag_words.append(f"--{flag_name}={flag_value_text}")
     return flag_words
 
 
@@ -160,12 +160,12 @@ def main() -> None:
 def count_training_images(data_name: str) -> int | None:
     """Return the number of training images, or None if counting them would take long."""
     data_folder = Path(data_name)
-    if tables := sorted(data_folder.rglob("train-*.parquet")):
+    if table_files := sorted(data_folder.rglob("train-*.parquet")):
         import pyarrow.parquet
 
-        return sum(pyarrow.parquet.ParquetFile(table).metadata.num_rows for table in tables)
+        return sum(pyarrow.parquet.ParquetFile(table_file).metadata.num_rows for table_file in table_files)
     train_files = filter(Path.is_file, (data_folder / "train").rglob("*"))
-    image_count = sum(file.suffix not in TABLE_SUFFIXES for file in train_files)
+    image_count = sum(train_file.suffix not in TABLE_SUFFIXES for train_file in train_files)
     return image_count or TRAINING_IMAGE_COUNTS.get(data_name)
 
 

@@ -41,11 +41,11 @@ def registered_config(model_name: str) -> Any:
     try:
         return timm.get_pretrained_cfg(model_name)
     except RuntimeError:  # the tag is unknown
-        architecture, _, tag = model_name.partition(".")
+        architecture, _, weights_tag = model_name.partition(".")
         full_names = timm.list_pretrained(f"{architecture}.*")
         known_tags = [full_name.removeprefix(f"{architecture}.") for full_name in full_names]
         raise ValueError(
-            f"--model {model_name}: {architecture} has no weights named {tag}."
+            f"--model {model_name}: {architecture} has no weights named {weights_tag}."
             f" Choose one of {', '.join(known_tags)}"
         ) from None
 
@@ -60,7 +60,7 @@ def fitting(model_name: str, size: int, **options: Any) -> dict[str, Any]:
         ValueError: If the model does not support a specified patch size or depth, or does not accept the
             image size. For an image size, the message lists the nearest accepted sizes.
     """
-    accepted_options, accepts_size = _try_options(model_name, size, options)
+    accepted_options, accepts_image_size = _try_options(model_name, size, options)
     for option_name in options.keys() - accepted_options.keys():
         if option_name in ("patch_size", "depth"):
             raise ValueError(
@@ -68,7 +68,7 @@ def fitting(model_name: str, size: int, **options: Any) -> dict[str, Any]:
             )
         if options[option_name] and rank() == 0:
             log.info(f"{model_name} does not support {option_name} and is trained without {option_name}")
-    if not accepts_size:
+    if not accepts_image_size:
         accepted_sizes = _accepted_sizes_near(size, model_name, options)
         if accepted_sizes:  # if no size is accepted, timm reports the actual error later
             size_list = ", ".join(map(str, accepted_sizes))
@@ -76,24 +76,24 @@ def fitting(model_name: str, size: int, **options: Any) -> dict[str, Any]:
     return accepted_options
 
 
-def _accepted_sizes_near(size: int, model_name: str, options: dict[str, Any]) -> list[int]:
-    """Return the accepted sizes among the model's default size and the multiples of SIZE_STEP near `size`."""
+def _accepted_sizes_near(requested_size: int, model_name: str, model_options: dict[str, Any]) -> list[int]:
+    """Return which of the default size and the multiples of SIZE_STEP near `requested_size` are accepted."""
     *_, default_size = registered_config(model_name).input_size
 
     def distance(candidate_size: int) -> tuple[int, int]:
-        return abs(candidate_size - size), candidate_size
+        return abs(candidate_size - requested_size), candidate_size
 
-    possible_sizes = range(SIZE_STEP, 2 * max(size, default_size), SIZE_STEP)
+    possible_sizes = range(SIZE_STEP, 2 * max(requested_size, default_size), SIZE_STEP)
     nearest_sizes = sorted(possible_sizes, key=distance)[:TRIED_SIZE_COUNT]
     accepted_sizes = []
     for candidate_size in sorted({default_size, *nearest_sizes}):
-        _, accepts_size = _try_options(model_name, candidate_size, options)
-        if accepts_size:
+        _, accepts_image_size = _try_options(model_name, candidate_size, model_options)
+        if accepts_image_size:
             accepted_sizes.append(candidate_size)
     return accepted_sizes
 
 
-def _try_options(model_name: str, size: int, options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+def _try_options(model_name: str, size: int, model_options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """Return the options that the model accepts, and whether it can process images of this size.
 
     The model runs on the meta device, so that the trial needs little time and memory and draws no random
@@ -101,18 +101,20 @@ def _try_options(model_name: str, size: int, options: dict[str, Any]) -> tuple[d
     """
     import timm
 
-    options = {"img_size": size, **options}
+    model_options = {"img_size": size, **model_options}
     with torch.device("meta"), torch.no_grad():
         while True:
             try:
-                timm.create_model(model_name, **options).eval()(torch.zeros(1, 3, size, size))
-                return options, True
+                timm.create_model(model_name, **model_options).eval()(torch.zeros(1, 3, size, size))
+                return model_options, True
             except Exception as error:  # the exception type depends on the model
                 error_message = str(error)
-            rejected_option = next((option for option in options if f"'{option}'" in error_message), None)
+            rejected_option = next(
+                (option for option in model_options if f"'{option}'" in error_message), None
+            )
             if rejected_option is None or "unexpected keyword" not in error_message:
-                return options, False
-            del options[rejected_option]
+                return model_options, False
+            del model_options[rejected_option]
 
 
 def block_classes(model: Any) -> tuple[str, ...]:
@@ -129,8 +131,8 @@ def block_classes(model: Any) -> tuple[str, ...]:
     parameter_uses = [*model.named_parameters(remove_duplicate=False)]
     if len(parameter_uses) > len([*model.parameters()]):
         raise ValueError(f"{type(model).__name__}'s layers share parameters. Choose a different --model.")
-    if listed_names := block_names(model):
-        return tuple(sorted(listed_names))
+    if listed_block_names := block_names(model):
+        return tuple(sorted(listed_block_names))
     group_matcher = model.group_matcher(coarse=False) if hasattr(model, "group_matcher") else None
     if isinstance(group_matcher, dict):
         name_patterns: list[str] = []  # regular expressions for the names of stages and blocks
@@ -157,10 +159,10 @@ def block_classes(model: Any) -> tuple[str, ...]:
 
 def _blocks_in(module: nn.Module) -> Iterator[nn.Module]:
     inner_blocks = getattr(module, "blocks", None)
-    container = inner_blocks if isinstance(inner_blocks, nn.Module) else module
-    if container is inner_blocks or type(module).__module__.startswith("torch."):
-        for child in container.children():
-            yield from _blocks_in(child)
+    block_container = inner_blocks if isinstance(inner_blocks, nn.Module) else module
+    if block_container is inner_blocks or type(module).__module__.startswith("torch."):
+        for child_module in block_container.children():
+            yield from _blocks_in(child_module)
     elif next(module.children(), None):
         yield module
 
@@ -176,7 +178,9 @@ def head_layers(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the layers that compute the logits, by default the last linear layer."""
     if pretrained_cfg := getattr(model, "pretrained_cfg", None):
         return _layer_names(pretrained_cfg.get("classifier"))
-    linear_layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    linear_layers = [
+        layer_name for layer_name, module in model.named_modules() if isinstance(module, nn.Linear)
+    ]
     return tuple(linear_layers[-1:])
 
 
@@ -228,14 +232,14 @@ class PatchConv2d(nn.Conv2d):
         kernel_height, kernel_width = self.kernel_size
         if not self.training or height % kernel_height or width % kernel_width:
             return super().forward(x)
-        rows, columns = height // kernel_height, width // kernel_width
-        grid_shape = (batch_size, rows, kernel_height, columns, kernel_width, channels)
+        patch_rows, patch_columns = height // kernel_height, width // kernel_width
+        grid_shape = (batch_size, patch_rows, kernel_height, patch_columns, kernel_width, channels)
         patches = x.permute(0, 2, 3, 1).reshape(grid_shape).transpose(2, 3)
         # [out, kernel_height * kernel_width * C], which is a view if the weight is channels_last
         weight_matrix = self.weight.permute(0, 2, 3, 1).flatten(1)
         patch_vectors = patches.reshape(-1, weight_matrix.shape[1])
         patch_features = F.linear(patch_vectors, weight_matrix, self.bias)
-        return patch_features.view(batch_size, rows, columns, -1).permute(0, 3, 1, 2)
+        return patch_features.view(batch_size, patch_rows, patch_columns, -1).permute(0, 3, 1, 2)
 
 
 def speed_up(model: nn.Module, size: int | None = None) -> None:
@@ -267,15 +271,17 @@ def _is_plain_attention(attention: nn.Module) -> bool:
 def _set_token_counts(model: nn.Module, image_size: int) -> None:
     """Set the number of tokens in each attention layer, measured in a forward pass on the meta device."""
 
-    def record_token_count(layer: Any, inputs: tuple[Tensor]) -> None:
-        _, layer.tokens, _ = inputs[0].shape
+    def record_token_count(layer: Any, layer_inputs: tuple[Tensor]) -> None:
+        _, layer.tokens, _ = layer_inputs[0].shape
 
     attention_layers = [module for module in model.modules() if isinstance(module, Attention)]
     hooks = [layer.register_forward_pre_hook(record_token_count) for layer in attention_layers]
     tensor_by_name = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     was_training = model.training
     with torch.device("meta"), torch.no_grad():
-        meta_tensor_by_name = {name: tensor.to("meta") for name, tensor in tensor_by_name.items()}
+        meta_tensor_by_name = {
+            tensor_name: tensor.to("meta") for tensor_name, tensor in tensor_by_name.items()
+        }
         functional_call(model.eval(), meta_tensor_by_name, torch.zeros(1, 3, image_size, image_size))
     model.train(was_training)
     for hook in hooks:

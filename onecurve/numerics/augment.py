@@ -37,7 +37,7 @@ ALIGNMENT_BYTES = 8  # because a view with a different dtype must start at a mul
 MAX_MATRIX_EDGE = 4096  # pixels, because the matrices that resize longer edges would need gigabytes
 MIN_ERASED_AREA, MAX_ERASED_AREA = 0.02, 1 / 3  # fractions of the image's area
 MIN_ERASED_ASPECT = 0.3  # minimum aspect ratio of an erased box; the maximum is the reciprocal
-Mixer = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Mixer = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # mixes the images and labels of a micro-batch
 # ITU-R 601-2 weights of red, green and blue, as in PIL and torchvision
 RED_LUMA, GREEN_LUMA, BLUE_LUMA = 0.2989, 0.587, 0.114
 # The six possible orders of brightness (0), contrast (1) and saturation (2)
@@ -55,15 +55,15 @@ def send_arrays(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tens
     """Send several arrays to a device in one copy, because each copy costs the host about 10 us."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    buffer_bytes = [-(-array.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for array in arrays]
-    host_buffer = np.empty(sum(buffer_bytes), np.uint8)
-    array_buffers = np.split(host_buffer, np.cumsum(buffer_bytes)[:-1])
+    bytes_per_buffer = [-(-array.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for array in arrays]
+    host_buffer = np.empty(sum(bytes_per_buffer), np.uint8)
+    array_buffers = np.split(host_buffer, np.cumsum(bytes_per_buffer)[:-1])
     for array, array_buffer in zip(arrays, array_buffers, strict=True):
         array_buffer[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    device_buffers = send(torch.from_numpy(host_buffer), device).split(buffer_bytes)
+    device_buffers = send(torch.from_numpy(host_buffer), device).split(bytes_per_buffer)
     return [
-        buffer[: array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
-        for array, buffer in zip(arrays, device_buffers, strict=True)
+        device_buffer[: array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+        for array, device_buffer in zip(arrays, device_buffers, strict=True)
     ]
 
 
@@ -101,10 +101,10 @@ def moved_pixel_indices(image_indices: Tensor, moves: Tensor, shape: Sequence[in
     """
     image_count, h, w, _ = shape
     # Indices in int32 instead of int64 halve the memory traffic
-    dtype = torch.int32 if image_count * h * w < 2**31 else torch.int64
-    down, right, is_flipped = moves.to(dtype)[:, :, None].unbind()  # [B, 1] each
-    y, x = (torch.arange(edge, dtype=dtype, device=image_indices.device) for edge in (h, w))
-    pixel_rows = _mirrored(y + down, h) + image_indices.to(dtype)[:, None] * h
+    index_dtype = torch.int32 if image_count * h * w < 2**31 else torch.int64
+    down, right, is_flipped = moves.to(index_dtype)[:, :, None].unbind()  # [B, 1] each
+    y, x = (torch.arange(edge, dtype=index_dtype, device=image_indices.device) for edge in (h, w))
+    pixel_rows = _mirrored(y + down, h) + image_indices.to(index_dtype)[:, None] * h
     return pixel_rows * w, _mirrored(torch.where(is_flipped > 0, x.flip(0), x) + right, w)
 
 
@@ -163,10 +163,10 @@ def random_erasing(images: Tensor, draws: np.ndarray, probability: float) -> Ten
     """
     h, w = images.shape[2:]
     erase_draws, area_draws, aspect_draws, top_draws, left_draws = draws.T
-    area = (MIN_ERASED_AREA + (MAX_ERASED_AREA - MIN_ERASED_AREA) * area_draws) * h * w
-    aspect = np.exp((2 * aspect_draws - 1) * -math.log(MIN_ERASED_ASPECT))
-    height = np.minimum(np.round(np.sqrt(area * aspect)), h) * (erase_draws < probability)
-    width = np.minimum(np.round(np.sqrt(area / aspect)), w)
+    box_area = (MIN_ERASED_AREA + (MAX_ERASED_AREA - MIN_ERASED_AREA) * area_draws) * h * w
+    box_aspect = np.exp((2 * aspect_draws - 1) * -math.log(MIN_ERASED_ASPECT))
+    height = np.minimum(np.round(np.sqrt(box_area * box_aspect)), h) * (erase_draws < probability)
+    width = np.minimum(np.round(np.sqrt(box_area / box_aspect)), w)
     top, left = np.floor(top_draws * (h - height + 1)), np.floor(left_draws * (w - width + 1))
     box_edges = np.stack([top, top + height, left, left + width]).astype(np.int32)[:, :, None]  # [4, B, 1]
     top, bottom, left, right = send(torch.from_numpy(box_edges), images.device)
@@ -200,17 +200,17 @@ def to_float(
     """
     b, h, w, c = images.shape
     repetitions = h * w if h * w <= MAX_REPEATED_PIXELS else 1
-    scale, offset = _normalization_factors(mean, std, repetitions, images.device)
-    floats = images.reshape(b, -1, repetitions * c).float().mul_(scale).add_(offset)
+    pixel_scale, pixel_offset = _normalization_factors(mean, std, repetitions, images.device)
+    float_pixels = images.reshape(b, -1, repetitions * c).float().mul_(pixel_scale).add_(pixel_offset)
     if (h, w) != (size, size) and max(h, w) <= MAX_MATRIX_EDGE:
         row_matrix, column_matrix = _resize_matrices(h, w, size, interpolation, images.device)
-        wide_rows = (floats.view(b * h, w * c) @ column_matrix).view(b, h, size * c)
-        floats = row_matrix @ wide_rows  # [B, size, size * 3]
+        wide_rows = (float_pixels.view(b * h, w * c) @ column_matrix).view(b, h, size * c)
+        float_pixels = row_matrix @ wide_rows  # [B, size, size * 3]
         h = w = size
-    planes = floats.view(b, h, w, c).permute(0, 3, 1, 2)
+    image_planes = float_pixels.view(b, h, w, c).permute(0, 3, 1, 2)
     if (h, w) != (size, size):
-        planes = _resize(planes, size, size, interpolation, size < max(h, w))
-    return planes
+        image_planes = _resize(image_planes, size, size, interpolation, size < max(h, w))
+    return image_planes
 
 
 @lru_cache(maxsize=8)
@@ -249,8 +249,8 @@ def _resize_matrices(
 def _resize(images: Tensor, height: int, width: int, interpolation: str | None, is_shrinking: bool) -> Tensor:
     # With antialias, F.interpolate uses PIL's bicubic kernel (a = -0.5) even when enlarging. Without
     # antialias, the bicubic kernel uses a = -0.75.
-    mode, antialias = interpolation or "bicubic", is_shrinking or interpolation is not None
-    return F.interpolate(images, (height, width), mode=mode, antialias=antialias)
+    resize_mode, antialias = interpolation or "bicubic", is_shrinking or interpolation is not None
+    return F.interpolate(images, (height, width), mode=resize_mode, antialias=antialias)
 
 
 def mixer(mixup: float, cutmix: float, classes: int, dtype: torch.dtype | None = None) -> Mixer | None:
@@ -279,20 +279,20 @@ def mixer(mixup: float, cutmix: float, classes: int, dtype: torch.dtype | None =
         def transform(self, inpt: Tensor, params: dict[str, Any]) -> Tensor:
             if inpt is params["labels"]:
                 return super().transform(inpt, params)
-            previous_images, weight = torch.cat((inpt[-1:], inpt[:-1])), params["lam"]
+            previous_images, mix_weight = torch.cat((inpt[-1:], inpt[:-1])), params["lam"]
             if dtype is None:
-                return previous_images.mul_(1.0 - weight).add_(inpt.mul(weight))
-            return torch.lerp(previous_images, inpt, weight)  # lerp rounds only once
+                return previous_images.mul_(1.0 - mix_weight).add_(inpt.mul(mix_weight))
+            return torch.lerp(previous_images, inpt, mix_weight)  # lerp rounds only once
 
-    transforms = [MixUp(alpha=mixup, num_classes=classes)] if mixup else []
-    transforms += [v2.CutMix(alpha=cutmix, num_classes=classes)] if cutmix else []
-    if not transforms:
+    mix_transforms = [MixUp(alpha=mixup, num_classes=classes)] if mixup else []
+    mix_transforms += [v2.CutMix(alpha=cutmix, num_classes=classes)] if cutmix else []
+    if not mix_transforms:
         return None
-    mix_batch = v2.RandomChoice(transforms)
+    mix_batch = v2.RandomChoice(mix_transforms)
     return mix_batch if dtype is None else lambda images, labels: mix_batch(images.to(dtype), labels)
 
 
-def _mirrored(indices: Tensor, edge: int) -> Tensor:
+def _mirrored(pixel_indices: Tensor, edge: int) -> Tensor:
     """Reflect indices i outside of 0 ... edge - 1 at the border pixels, where |i| < 2 * edge - 1."""
     last_index = edge - 1
-    return last_index - (last_index - indices.abs()).abs()
+    return last_index - (last_index - pixel_indices.abs()).abs()

@@ -46,8 +46,8 @@ class RunningStatistics:
             for buffer_name in ("batch_mean", "batch_var"):
                 layer.register_buffer(buffer_name, torch.zeros_like(layer.running_mean), persistent=False)
 
-        def update_after_first_micro_batch(module: nn.Module, *_inputs_and_output) -> None:
-            if module.training:
+        def update_after_first_micro_batch(hooked_module: nn.Module, *_inputs_and_output) -> None:
+            if hooked_module.training:
                 micro_batch_index = accelerator.step - 1  # accelerator.step counts micro-batches from 1
                 if micro_batch_index % accelerator.gradient_accumulation_steps == 0:
                     self._update_statistics()

@@ -27,20 +27,20 @@ def named_optimizer(name: str, parameter_groups: list[dict[str, Any]], lr: float
     """
     from timm.optim import create_optimizer_v2, list_optimizers
 
-    timm_names = list(map(str, list_optimizers()))
+    timm_optimizer_names = list(map(str, list_optimizers()))
     class_by_torch_name = {
         class_name.lower(): optimizer_class
         for class_name, optimizer_class in vars(torch.optim).items()
         if isinstance(optimizer_class, type) and class_name != "Optimizer"
     }
     try:
-        if name.removeprefix("lookahead_") in timm_names:
+        if name.removeprefix("lookahead_") in timm_optimizer_names:
             return create_optimizer_v2(parameter_groups, name, lr=lr)
         if name.lower() in class_by_torch_name:
             return class_by_torch_name[name.lower()](parameter_groups, lr=lr)
     except (ValueError, TypeError, AssertionError, ImportError, RuntimeError) as error:
-        reason = str(error) or "a required package is not installed"
-        raise ValueError(f"--optimizer {name} can't be created: {reason}") from error
-    suggestion = did_you_mean(name, [*timm_names, *class_by_torch_name])
-    advice = suggestion or "timm.optim.list_optimizers() lists the names"
-    raise ValueError(f"--optimizer {name} is neither in timm nor in torch: {advice}")
+        failure_reason = str(error) or "a required package is not installed"
+        raise ValueError(f"--optimizer {name} can't be created: {failure_reason}") from error
+    name_suggestion = did_you_mean(name, [*timm_optimizer_names, *class_by_torch_name])
+    name_advice = name_suggestion or "timm.optim.list_optimizers() lists the names"
+    raise ValueError(f"--optimizer {name} is neither in timm nor in torch: {name_advice}")

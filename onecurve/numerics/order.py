@@ -57,11 +57,11 @@ class Streamed:
         if batch_size % streams or streams % processes:
             multiples = range(processes, batch_size + 1, processes)
             valid_counts = [stream_count for stream_count in multiples if batch_size % stream_count == 0]
-            nearest_first = sorted(valid_counts, key=lambda stream_count: abs(stream_count - streams))
-            advice = f"Choose {' or '.join(map(str, sorted(nearest_first[:2])))}."
+            nearest_counts = sorted(valid_counts, key=lambda stream_count: abs(stream_count - streams))
+            stream_advice = f"Choose {' or '.join(map(str, sorted(nearest_counts[:2])))}."
             raise ValueError(
                 f"--streams {streams} must divide --batch_size {batch_size}"
-                f" and be a multiple of the number of processes, {processes}. {advice}"
+                f" and be a multiple of the number of processes, {processes}. {stream_advice}"
             )
 
     def order(self, seed: int, epoch: int, batch: "Batch") -> np.ndarray:
@@ -90,12 +90,12 @@ def stream_order(
     one stream after the other. If the number of processes divides the number of streams, no two processes
     read the same stream.
     """
-    generator = np.random.RandomState([seed, epoch])
+    random_generator = np.random.RandomState([seed, epoch])
     shard_ends = np.cumsum(samples_per_shard)
     shard_starts = shard_ends - samples_per_shard
     shuffled_shards = [
-        np.arange(shard_starts[shard], shard_ends[shard])
-        for shard in generator.permutation(len(samples_per_shard))
+        np.arange(shard_starts[shard_index], shard_ends[shard_index])
+        for shard_index in random_generator.permutation(len(samples_per_shard))
     ]
     concatenated_ids = np.concatenate(shuffled_shards)
     steps, samples_per_step = len(concatenated_ids) // batch_size, batch_size // streams
@@ -106,7 +106,7 @@ def stream_order(
         first_window_length = window * (stream_index + 1) // streams
         window_starts = range(first_window_length, len(stream_ids), window)
         for window_ids in np.split(stream_ids, window_starts):
-            generator.shuffle(window_ids)
+            random_generator.shuffle(window_ids)
     return ids_by_stream.reshape(streams, steps, samples_per_step).swapaxes(0, 1).reshape(-1)
 
 
@@ -138,9 +138,9 @@ class Steps:
     @classmethod
     def of(cls, samples: Samples, batch: "Batch", recipe: "Recipe") -> "Steps":
         """Compute the steps of a run, or raise ValueError for the same reasons as steps_per_epoch()."""
-        per_epoch = steps_per_epoch(samples, batch)
-        total = recipe.epochs * per_epoch
-        return cls(per_epoch, total, min(total, recipe.max_steps or total))
+        epoch_steps = steps_per_epoch(samples, batch)
+        total_steps = recipe.epochs * epoch_steps
+        return cls(epoch_steps, total_steps, min(total_steps, recipe.max_steps or total_steps))
 
     def plan(self, samples: Samples, batch: "Batch", rank: int, seed: int) -> Plan:
         return training_plan(samples, batch, rank, seed, self.first, self.last)
@@ -150,16 +150,16 @@ def training_plan(
     samples: Samples, batch: "Batch", rank: int, seed: int, first_step: int, last_step: int
 ) -> Plan:
     """Yield this rank's training micro-batches for the steps first_step ... last_step - 1, in order."""
-    per_epoch = steps_per_epoch(samples, batch)
+    epoch_steps = steps_per_epoch(samples, batch)
     epoch, epoch_ids = -1, np.empty(0, np.int64)
     for step in range(first_step, last_step):
-        if step // per_epoch != epoch:
-            epoch = step // per_epoch
+        if step // epoch_steps != epoch:
+            epoch = step // epoch_steps
             epoch_ids = samples.order(seed, epoch, batch)
-        step_start = (step % per_epoch) * batch.total
-        for micro_batch in batch.micro_batches(rank):
-            start = step_start + micro_batch * batch.per_device
-            yield epoch, epoch_ids[start : start + batch.per_device]
+        step_start = (step % epoch_steps) * batch.total
+        for micro_batch_index in batch.micro_batches(rank):
+            micro_batch_start = step_start + micro_batch_index * batch.per_device
+            yield epoch, epoch_ids[micro_batch_start : micro_batch_start + batch.per_device]
 
 
 def evaluation_plan(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .augment import BLUE_LUMA, GREEN_LUMA, RED_LUMA, send_arrays
 
-WarpFactors = tuple[float | np.ndarray, ...]
+WarpFactors = tuple[float | np.ndarray, ...]  # the six factors for _warped()
 LayerPlan = tuple[list[int], tuple[np.ndarray, ...]]  # group sizes, and LAYER_ARRAYS arrays
 
 LAYER_DRAWS = 4  # number of random numbers per sample and layer
@@ -45,10 +45,10 @@ def rand_augment(images: Tensor, draws: np.ndarray, layers: int, magnitude: floa
     layer_plans = [_plan_layer(draws_of_layer, h, w, strength) for draws_of_layer in layer_draws]
     plan_arrays = [array for _group_sizes, arrays in layer_plans for array in arrays]
     device_arrays = send_arrays(plan_arrays, images.device)
-    for layer, (group_sizes, _arrays) in enumerate(layer_plans):
-        layer_arrays = device_arrays[LAYER_ARRAYS * layer : LAYER_ARRAYS * (layer + 1)]
-        order, inverse_order, warp_factors, cutout_centers = layer_arrays
-        images_by_group = images.index_select(0, order).split(group_sizes)
+    for layer_index, (group_sizes, _arrays) in enumerate(layer_plans):
+        layer_arrays = device_arrays[LAYER_ARRAYS * layer_index : LAYER_ARRAYS * (layer_index + 1)]
+        image_order, inverse_order, warp_factors, cutout_centers = layer_arrays
+        images_by_group = images.index_select(0, image_order).split(group_sizes)
         augmented_groups = [
             _apply_group(group_name, group_images, strength, warp_factors, cutout_centers)
             for group_name, group_images in zip(GROUP_NAMES, images_by_group, strict=True)
@@ -57,29 +57,32 @@ def rand_augment(images: Tensor, draws: np.ndarray, layers: int, magnitude: floa
     return images
 
 
-def _plan_layer(draws: np.ndarray, h: int, w: int, strength: float) -> LayerPlan:
+def _plan_layer(layer_draws: np.ndarray, h: int, w: int, strength: float) -> LayerPlan:
     """Plan one layer's operations, and return the number of images in each group and LAYER_ARRAYS arrays.
 
     The arrays contain the order of the images by group (int64 [B]), the inverse of this order (int64 [B]),
     the factors for _warped() (float32 [6, warped]), and the centers of the cut-out squares (int32 [cut out,
     2]).
     """
-    operation_draws, direction_draws, center_draws = draws[:, 0], draws[:, 1], draws[:, 2:4]
-    operations = (operation_draws * len(OPERATIONS)).astype(np.int64)
-    groups = _GROUP_INDICES[operations]
-    order = np.argsort(groups, kind="stable")
-    warp_factors = np.zeros((6, len(draws)))
+    operation_draws, direction_draws, center_draws = layer_draws[:, 0], layer_draws[:, 1], layer_draws[:, 2:4]
+    operation_indices = (operation_draws * len(OPERATIONS)).astype(np.int64)
+    group_indices = _GROUP_INDICES[operation_indices]
+    image_order = np.argsort(group_indices, kind="stable")
+    warp_factors = np.zeros((6, len(layer_draws)))
     directions = np.where(direction_draws < 0.5, -1.0, 1.0)
     for warp_name, compute_factors in WARPS.items():
-        is_warped = operations == OPERATIONS.index(warp_name)
+        is_warped = operation_indices == OPERATIONS.index(warp_name)
         new_factors = compute_factors(h, w, strength, directions[is_warped])
         for factor_row, new_factor in zip(warp_factors, new_factors, strict=True):
             factor_row[is_warped] = new_factor
-    warp_ids, cutout_ids = (order[groups[order] == GROUP_NAMES.index(name)] for name in ("Warp", "Cutout"))
+    warp_ids, cutout_ids = (
+        image_order[group_indices[image_order] == GROUP_NAMES.index(group_name)]
+        for group_name in ("Warp", "Cutout")
+    )
     cutout_centers = np.floor(center_draws[cutout_ids] * (h, w)).astype(np.int32)
-    group_sizes = np.bincount(groups, minlength=len(GROUP_NAMES)).tolist()
-    sorted_factors = warp_factors[:, warp_ids].astype(np.float32)
-    return group_sizes, (order, np.argsort(order), sorted_factors, cutout_centers)
+    group_sizes = np.bincount(group_indices, minlength=len(GROUP_NAMES)).tolist()
+    sorted_warp_factors = warp_factors[:, warp_ids].astype(np.float32)
+    return group_sizes, (image_order, np.argsort(image_order), sorted_warp_factors, cutout_centers)
 
 
 def _apply_group(
@@ -94,11 +97,11 @@ def _apply_group(
     return SIMPLE_OPERATIONS[group_name](images, strength)
 
 
-def _call_torchvision(function_name: str, images: Tensor, *arguments: float) -> Tensor:
+def _call_torchvision(function_name: str, images: Tensor, *function_arguments: float) -> Tensor:
     """Call a function of torchvision.transforms.v2.functional, which expects [b, 3, H, W]."""
     from torchvision.transforms.v2 import functional  # takes seconds to import
 
-    return getattr(functional, function_name)(images.movedim(3, 1), *arguments).movedim(1, 3)
+    return getattr(functional, function_name)(images.movedim(3, 1), *function_arguments).movedim(1, 3)
 
 
 # --- Operations: (uint8 [b, H, W, 3], strength >= 0) -> uint8 [b, H, W, 3]
@@ -114,8 +117,8 @@ def _auto_contrast(images: Tensor, strength: float) -> Tensor:
 
 def _posterize(images: Tensor, strength: float) -> Tensor:
     """Keep only the upper bits of each pixel value."""
-    upper_bits = min(8, int(4 * strength))
-    return _call_torchvision("posterize", images, upper_bits)
+    upper_bit_count = min(8, int(4 * strength))
+    return _call_torchvision("posterize", images, upper_bit_count)
 
 
 def _solarize(images: Tensor, strength: float) -> Tensor:
@@ -222,7 +225,9 @@ OPERATIONS = (
 # Groups of operations whose images are processed together. The warps form a single group, which reduces the
 # number of kernel launches on a GPU.
 GROUP_NAMES = (*SIMPLE_OPERATIONS, "Cutout", "Warp")
-_GROUP_INDICES = np.array([GROUP_NAMES.index("Warp" if name in WARPS else name) for name in OPERATIONS])
+_GROUP_INDICES = np.array(
+    [GROUP_NAMES.index("Warp" if operation in WARPS else operation) for operation in OPERATIONS]
+)
 
 
 def _pixel_brightness(images: Tensor) -> Tensor:
@@ -259,8 +264,8 @@ def _warped(images: Tensor, factors: Tensor) -> Tensor:
     source_columns = (a * x + b * y + c + 0.5).floor_().long()  # [b, H, W]
     source_rows = (d * x + e * y + f + 0.5).floor_().long()  # [b, H, W]
     is_inside_column = (source_columns >= 0) & (source_columns < w)
-    is_inside = is_inside_column & (source_rows >= 0) & (source_rows < h)
-    first_pixels = torch.arange(image_count, device=images.device)[:, None, None] * (h * w)
-    pixel_indices = first_pixels + source_rows.clamp_(0, h - 1) * w + source_columns.clamp_(0, w - 1)
+    is_source_inside = is_inside_column & (source_rows >= 0) & (source_rows < h)
+    first_pixel_indices = torch.arange(image_count, device=images.device)[:, None, None] * (h * w)
+    pixel_indices = first_pixel_indices + source_rows.clamp_(0, h - 1) * w + source_columns.clamp_(0, w - 1)
     warped_images = images.reshape(-1, 3).index_select(0, pixel_indices.view(-1)).view(images.shape)
-    return torch.where(is_inside[..., None], warped_images, GREY)
+    return torch.where(is_source_inside[..., None], warped_images, GREY)

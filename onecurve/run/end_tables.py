@@ -42,9 +42,9 @@ def print_result(folder: Path, chance_accuracy: float | None) -> None:
     if result["best_accuracy"] is not None:
         # Commands that receive a folder use the averaged weights. If the raw weights are better, print the
         # path of the raw weight file.
-        is_raw_file = recommended_file.name == MODEL_FILE and recommended_file.with_name(EMA_FILE).exists()
-        best_path = recommended_file if is_raw_file else folder
-        validate_script, export_script = (shortest(ROOT / name) for name in ("validate.py", "export.py"))
+        is_raw_best = recommended_file.name == MODEL_FILE and recommended_file.with_name(EMA_FILE).exists()
+        best_path = recommended_file if is_raw_best else folder
+        validate_script, export_script = (shortest(ROOT / script) for script in ("validate.py", "export.py"))
         commands = {"measure all metrics of the best checkpoint": python_command(validate_script, best_path)}
         if result["best_checkpoint"] != result["checkpoint"]:
             validate_command = python_command(validate_script, folder, "--which", "latest")
@@ -70,11 +70,11 @@ def confidence_interval(fraction: float, sample_count: int) -> tuple[float, floa
 def _result_table(title: str, result: Mapping[str, Any], unit: str, chance_accuracy: float | None) -> "Table":
     from rich.table import Table
 
-    table = Table("quantity", title=title)
-    table.add_column("value", justify="right")
-    metric, val_name, test_name = result["best_by"], result["val_name"], result.get("test_name")
-    best_value = result[f"best_{metric}"]
-    final_metrics = [name for name in (metric, "accuracy") if result[f"final_{name}"] is not None]
+    result_table = Table("quantity", title=title)
+    result_table.add_column("value", justify="right")
+    best_by, val_name, test_name = result["best_by"], result["val_name"], result.get("test_name")
+    best_metric = result[f"best_{best_by}"]
+    final_metrics = [metric for metric in (best_by, "accuracy") if result[f"final_{metric}"] is not None]
     speed_row = {}
     if result["steps"] >= MIN_TIMED_STEPS:
         speed_row["speed"] = f"{result['images_per_s']:,.0f} {unit}/s"
@@ -84,10 +84,10 @@ def _result_table(title: str, result: Mapping[str, Any], unit: str, chance_accur
             f"step {result['steps']:,} of {result['total_steps']:,}"
         )
     if test_name:
-        table_rows[f"{metric} of the best weights ({test_name} split)"] = f"{result[f'test_{metric}']:.4f}"
+        table_rows[f"{best_by} of the best weights ({test_name} split)"] = f"{result[f'test_{best_by}']:.4f}"
         table_rows[f"{test_name} {unit}"] = f"{result['test_images']:,}"
     table_rows |= {
-        f"best {metric} ({val_name} split)": f"{best_value:.4f} at step {result['best_step']:,}",
+        f"best {best_by} ({val_name} split)": f"{best_metric:.4f} at step {result['best_step']:,}",
         **{f"final {name} ({val_name} split)": f"{result[f'final_{name}']:.4f}" for name in final_metrics},
         f"{val_name} {unit}": f"{result['val_images']:,}",
         **_accuracy_rows(result, chance_accuracy),
@@ -99,8 +99,8 @@ def _result_table(title: str, result: Mapping[str, Any], unit: str, chance_accur
         "peak memory per process": f"{result['peak_memory_gib']:.2f} GiB",
     }
     for quantity, formatted_value in table_rows.items():
-        table.add_row(quantity, formatted_value)
-    return table
+        result_table.add_row(quantity, formatted_value)
+    return result_table
 
 
 def _accuracy_rows(result: Mapping[str, Any], chance_accuracy: float | None) -> dict[str, str]:
@@ -126,15 +126,15 @@ def _weight_table(
     """
     from rich.table import Table
 
-    metric, split = result["best_by"], result["val_name"]
+    best_by, split = result["best_by"], result["val_name"]
     best_checkpoint, last_checkpoint = result["best_checkpoint"], result["checkpoint"]
     evaluations = {step_name(entry["step"]): entry for entry in log_entries if "val/loss" in entry}
     weight_files: list[_WeightFile] = []
     for checkpoint in dict.fromkeys((best_checkpoint, last_checkpoint)):
         evaluation = evaluations.get(Path(checkpoint).name, {})
-        metric_value, raw_value = evaluation.get(f"val/{metric}"), evaluation.get(f"val/raw_{metric}")
+        metric_value, raw_metric = evaluation.get(f"val/{best_by}"), evaluation.get(f"val/raw_{best_by}")
         checkpoint_description = (
-            f"best {metric} on the {split} split" if checkpoint == best_checkpoint else "the last step"
+            f"best {best_by} on the {split} split" if checkpoint == best_checkpoint else "the last step"
         )
         checkpoint_description += " and last step" if best_checkpoint == last_checkpoint else ""
         ema_file, model_file = (folder / checkpoint / file_name for file_name in (EMA_FILE, MODEL_FILE))
@@ -143,25 +143,25 @@ def _weight_table(
                 _WeightFile(ema_file, metric_value, f"averaged weights (EMA), {checkpoint_description}")
             )
             raw_description = "raw weights (without EMA) of the same step"
-            weight_files.append(_WeightFile(model_file, raw_value, raw_description))
+            weight_files.append(_WeightFile(model_file, raw_metric, raw_description))
         elif model_file.exists():
             weight_files.append(_WeightFile(model_file, metric_value, checkpoint_description))
-    sign = 1 if METRICS[metric].is_share else -1  # A loss is better if it is lower
+    score_sign = 1 if METRICS[best_by].is_share else -1  # A loss is better if it is lower
     # Only files in the first checkpoint are candidates. A file without a metric is the last choice.
     score_by_path = {
-        path: -math.inf if metric_value is None else sign * metric_value
-        for path, metric_value, _ in weight_files
-        if path.parent == weight_files[0].path.parent
+        weight_path: -math.inf if metric_value is None else score_sign * metric_value
+        for weight_path, metric_value, _ in weight_files
+        if weight_path.parent == weight_files[0].path.parent
     }
     recommended_file = max(score_by_path, key=score_by_path.__getitem__)
     table = Table(title="weight files, with the recommended file marked")
     table.add_column("file in checkpoints/", no_wrap=True)
-    table.add_column(metric, justify="right")
+    table.add_column(best_by, justify="right")
     table.add_column("contents")
-    for path, metric_value, description in weight_files:
-        recommendation = "use this: " if path == recommended_file else ""
-        formatted_value = "-" if metric_value is None else f"{metric_value:.4f}"
-        table.add_row(f"{path.parent.name}/{path.name}", formatted_value, recommendation + description)
+    for weight_path, metric_value, contents in weight_files:
+        use_marker = "use this: " if weight_path == recommended_file else ""
+        metric_text = "-" if metric_value is None else f"{metric_value:.4f}"
+        table.add_row(f"{weight_path.parent.name}/{weight_path.name}", metric_text, use_marker + contents)
     return table, recommended_file
 
 
@@ -173,5 +173,5 @@ def early_end_in_words(result_entries: Mapping[str, Any]) -> str:
     early_end_cause = result_entries.get("stopped_by")
     if not {"steps", "total_steps"} <= result_entries.keys() or not early_end_cause:
         return ""
-    step, total_steps = result_entries["steps"], result_entries["total_steps"]
-    return f"ended at step {step:,} of {total_steps:,} because of {early_end_cause}"
+    end_step, total_steps = result_entries["steps"], result_entries["total_steps"]
+    return f"ended at step {end_step:,} of {total_steps:,} because of {early_end_cause}"

@@ -60,20 +60,20 @@ def end_preempted(session: RunSession, local_reason: str) -> None:
         raise
     exchange.gather(None)  # Send the telemetry that was recorded after the newest snapshot
     exchange.poll.wait_for_main(main_record is not None, session.saver.wait_up_to)
-    main_problem = main_record and main_record.failure_message()
+    main_failure = main_record and main_record.failure_message()
     if main_record:
-        main_record.close("failed" if main_problem else "preempted")
-    [main_problem] = broadcast_object_list([main_problem])
-    if main_problem:
-        raise ValueError(main_problem)
+        main_record.close("failed" if main_failure else "preempted")
+    [main_failure] = broadcast_object_list([main_failure])
+    if main_failure:
+        raise ValueError(main_failure)
 
 
 def end_early(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> None:
     """Write `preempted` to result.json, without a checkpoint, after a signal that arrived before training."""
-    folder = _expected_folder(accelerator, recipe, batch) if accelerator.is_main_process else None
+    expected_folder = _expected_folder(accelerator, recipe, batch) if accelerator.is_main_process else None
     # The file exists if another process owns the folder, or if the owner was killed
-    if folder and not (folder / OWNER_FILE).exists():
-        result_file = folder / "result.json"
+    if expected_folder and not (expected_folder / OWNER_FILE).exists():
+        result_file = expected_folder / "result.json"
         with contextlib.suppress(ValueError, OSError):
             recorded_result = read_json(result_file) if result_file.exists() else {}
             write_json(result_file, recorded_result | {"status": "preempted"})
@@ -96,15 +96,15 @@ def end_failed(
         local_error: BaseException = KeyboardInterrupt()
         if accelerator.is_main_process:
             resume_step = _resume_step(accelerator, recipe, batch, session)
-            action = f"resume at step {resume_step:,}" if resume_step else "start from the beginning"
-            local_error = KeyboardInterrupt(f"run the same command to {action}")
+            resume_action = f"resume at step {resume_step:,}" if resume_step else "start from the beginning"
+            local_error = KeyboardInterrupt(f"run the same command to {resume_action}")
     else:
         local_error = explained_error(error, accelerator, batch, session)
     first_error = watch.report_failure(local_error)
     if main_record:
         error_message = str(first_error) or type(first_error).__name__
-        is_interrupted = isinstance(first_error, KeyboardInterrupt)
-        main_record.close_failed("interrupted" if is_interrupted else error_message)
+        is_run_interrupted = isinstance(first_error, KeyboardInterrupt)
+        main_record.close_failed("interrupted" if is_run_interrupted else error_message)
     let_main_close_first(accelerator)
     if first_error is not error:
         raise first_error from error
@@ -115,8 +115,8 @@ def _resume_step(accelerator: Accelerator, recipe: Recipe, batch: Batch, session
     if session:
         session.saver.wait_up_to(MAX_CHECKPOINT_WAIT_S)
         return session.saver.committed_step or session.steps.first
-    folder = _expected_folder(accelerator, recipe, batch)
-    return max(steps_in(folder / "checkpoints"), default=0) if folder else 0
+    expected_folder = _expected_folder(accelerator, recipe, batch)
+    return max(steps_in(expected_folder / "checkpoints"), default=0) if expected_folder else 0
 
 
 def _expected_folder(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> Path | None:
@@ -137,9 +137,9 @@ def explained_error(
         return ValueError(out_of_memory_message(accelerator, batch, error))
     if str(error).endswith("--on_bad_image skip") and session:
         has_given_folder = not (session.recipe.output_dir or ANY_FOLDER_NAME).endswith(ANY_FOLDER_NAME)
-        # `is_resumable` is truthy if the same command would resume this run
-        is_resumable = session.newest_saved_step or (has_given_folder and session.state.logged_step)
-        return ValueError(f"{error} --allow_changed on_bad_image") if is_resumable else error
+        # `is_run_resumable` is truthy if the same command would resume this run
+        is_run_resumable = session.newest_saved_step or (has_given_folder and session.state.logged_step)
+        return ValueError(f"{error} --allow_changed on_bad_image") if is_run_resumable else error
     if BATCH_NORM_ERROR in str(error):
         return ValueError(f"BatchNorm failed: {error}. Increase --per_device_batch_size or --image_size")
     if NOT_DETERMINISTIC_ERROR in str(error):
@@ -150,8 +150,8 @@ def explained_error(
         )
     if session:
         parameter_names = [*session.saver.training.layout.parameters]
-        if unused_names := unused_parameters(error, parameter_names):
-            return ValueError(missing_gradient_message(unused_names))
+        if unused_parameter_names := unused_parameters(error, parameter_names):
+            return ValueError(missing_gradient_message(unused_parameter_names))
     if session and session.main_record and isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
         return write_error("the run", session.main_record.folder, error)  # The script could not write a file
     return error
@@ -170,16 +170,16 @@ def out_of_memory_message(accelerator: Accelerator, batch: Batch, error: BaseExc
     If the error does not mention memory, the message quotes it.
     """
     smaller_batch_size = batch.smaller_per_device()
-    advice = "Shard the model (fsdp_4gpu, zero3_4gpu, zero3_offload_4gpu), or use a smaller model"
+    remedy = "Shard the model (fsdp_4gpu, zero3_4gpu, zero3_offload_4gpu), or use a smaller model"
     if smaller_batch_size:
-        accumulations = batch.total // (smaller_batch_size * batch.processes)
-        advice = (
+        accumulation_count = batch.total // (smaller_batch_size * batch.processes)
+        remedy = (
             f"Try --per_device_batch_size {smaller_batch_size}, which keeps --batch_size {batch.total} with"
-            f" {plural(accumulations, 'accumulation step')}. {advice}"
+            f" {plural(accumulation_count, 'accumulation step')}. {remedy}"
         )
     device = device_name(accelerator)
     error_first_line, *_ = str(error).partition("\n")
     error_quote = ""
     if error_first_line and "memory" not in error_first_line:
         error_quote = f". The error was: {error_first_line}"
-    return f"out of memory on {device} with --per_device_batch_size {batch.per_device}. {advice}{error_quote}"
+    return f"out of memory on {device} with --per_device_batch_size {batch.per_device}. {remedy}{error_quote}"

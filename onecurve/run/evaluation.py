@@ -61,13 +61,13 @@ class PredictedBatch:
 
     def select(self, ids: np.ndarray) -> "PredictedBatch":
         """Return a copy of the predictions for the samples in `ids`, so that the micro-batch can be freed."""
-        rows = np.flatnonzero(np.isin(self.ids, ids))
+        selected_rows = np.flatnonzero(np.isin(self.ids, ids))
         # Indexing with tensor[rows] would synchronize with the device.
-        device_rows = send(torch.from_numpy(rows), self.labels.device)
+        device_rows = send(torch.from_numpy(selected_rows), self.labels.device)
         selected_tensors = (
             tensor.index_select(0, device_rows) for tensor in (self.pixels, self.labels, self.logits)
         )
-        return PredictedBatch(self.ids[rows], *selected_tensors)
+        return PredictedBatch(self.ids[selected_rows], *selected_tensors)
 
     def to(self, device: str) -> "PredictedBatch":
         moved_tensors = (tensor.to(device) for tensor in (self.pixels, self.labels, self.logits))
@@ -120,13 +120,13 @@ def evaluate(
     metric = METRICS[recipe.best_by]
     counts_by_class = confusion = None
     labels_and_predictions: list[Tensor] = []
-    examples: list[PredictedBatch] = []
-    expected_count = evaluated_count(split, recipe)
-    example_ids = choose_by_hash(len(split), min(MAX_EXAMPLES, expected_count))
+    example_batches: list[PredictedBatch] = []
+    expected_image_count = evaluated_count(split, recipe)
+    example_ids = choose_by_hash(len(split), min(MAX_EXAMPLES, expected_image_count))
     show_progress = watcher.show_progress
     loss_sum, metric_sum = metric_sums.unbind()  # Views of the two elements
     for outputs in predict_batches(accelerator, model, split, recipe, batch, mean, std, show_progress, crop):
-        class_count, predicted = outputs.logits.shape[1], outputs.logits.argmax(1)
+        class_count, predicted_classes = outputs.logits.shape[1], outputs.logits.argmax(1)
         loss_sum += exact_sum(F.cross_entropy(outputs.logits, outputs.labels, reduction="none"))
         if metric.compute and not metric.by_class:
             metric_sum += exact_sum(metric.compute(outputs.logits, outputs.labels).float())
@@ -134,26 +134,26 @@ def evaluate(
             counts_by_class = torch.zeros(3, class_count, dtype=torch.int64, device=metric_sums.device)
         if confusion is None and class_count <= MAX_CONFUSION_CLASSES:
             confusion = torch.zeros(class_count, class_count, dtype=torch.int64, device=metric_sums.device)
-        ones = torch.ones_like(predicted)
+        ones = torch.ones_like(predicted_classes)
         image_counts, prediction_counts, correct_counts = counts_by_class.unbind()
         image_counts.index_add_(0, outputs.labels, ones)
-        prediction_counts.index_add_(0, predicted, ones)
-        correct_counts.index_add_(0, predicted, (outputs.labels == predicted).long())
+        prediction_counts.index_add_(0, predicted_classes, ones)
+        correct_counts.index_add_(0, predicted_classes, (outputs.labels == predicted_classes).long())
         if confusion is not None:
-            confusion.view(-1).index_add_(0, outputs.labels * class_count + predicted, ones)
+            confusion.view(-1).index_add_(0, outputs.labels * class_count + predicted_classes, ones)
         else:
-            labels_and_predictions.append(torch.stack([outputs.labels, predicted]))
+            labels_and_predictions.append(torch.stack([outputs.labels, predicted_classes]))
         if np.isin(outputs.ids, example_ids).any():
-            examples.append(outputs.select(example_ids))
+            example_batches.append(outputs.select(example_ids))
     counts_by_class = accelerator.reduce(counts_by_class, "sum")
     image_count, _, correct_count = counts_by_class.sum(1).tolist()
-    assert image_count == expected_count, f"evaluated {image_count} of {expected_count} images"
+    assert image_count == expected_image_count, f"evaluated {image_count} of {expected_image_count} images"
     if confusion is not None:
-        watcher.keep_predictions(accelerator.reduce(confusion, "sum"), examples)
+        watcher.keep_predictions(accelerator.reduce(confusion, "sum"), example_batches)
     else:
         label_arrays_by_rank = gather_object([torch.cat(labels_and_predictions, 1).cpu().numpy()])
         all_labels, all_predicted = np.concatenate(label_arrays_by_rank, 1)
-        watcher.keep_predictions(frequent_mistakes(all_labels, all_predicted, class_count), examples)
+        watcher.keep_predictions(frequent_mistakes(all_labels, all_predicted, class_count), example_batches)
     loss, mean_metric = (accelerator.reduce(metric_sums, "sum") / image_count).tolist()
     metrics = {"loss": loss, "accuracy": correct_count / image_count, "images": image_count}
     if recipe.best_by not in metrics:
@@ -196,15 +196,15 @@ def predict_batches(
     rank, image_count = accelerator.process_index, evaluated_count(split, recipe)
     micro_batches = list(evaluation_plan(image_count, batch.per_device, batch.processes, rank))
     epoch = 0  # Evaluations do not depend on the epoch
-    plan = ((epoch, ids_to_evaluate[positions]) for positions, _ in micro_batches)
-    batches = split.batches(
+    plan = ((epoch, ids_to_evaluate[id_positions]) for id_positions, _ in micro_batches)
+    image_batches = split.batches(
         plan, device=device, train=False, size=image_size, seed=recipe.seed, workers=recipe.workers, crop=crop
     )
-    finished_count = 0
-    for (_, ids, pixels, labels), (_, valid_count) in zip(batches, micro_batches, strict=True):
-        show_progress(f"evaluated {finished_count:,} of {image_count:,} images")
-        finished_count += batch.per_device * batch.processes
+    finished_image_count = 0
+    for (_, ids, pixels, labels), (_, valid_count) in zip(image_batches, micro_batches, strict=True):
+        show_progress(f"evaluated {finished_image_count:,} of {image_count:,} images")
+        finished_image_count += batch.per_device * batch.processes
         logits = model(to_float(pixels, mean, std, image_size, crop.enlargement)).float()
-        valid = slice(valid_count)  # Excludes the padding
-        yield PredictedBatch(ids[valid], pixels[valid], labels[valid], logits[valid])
+        valid_rows = slice(valid_count)  # Excludes the padding
+        yield PredictedBatch(ids[valid_rows], pixels[valid_rows], labels[valid_rows], logits[valid_rows])
     model.train()

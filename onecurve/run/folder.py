@@ -55,10 +55,10 @@ MAX_FRUITLESS_RESTARTS = 3
 # a different program, unless the function for its name returns True. The function returns True for a file
 # from a run that ended before training.
 IS_WRITTEN_BY_RUN: dict[str, Callable[[dict[str, Any]], bool]] = {
-    OWNER_FILE: lambda owner: {"id", "beat"} <= owner.keys(),
-    "restarts.json": lambda restarts: {"launcher", "fruitless"} <= restarts.keys(),
-    "result.json": lambda result: result == {"status": "preempted"},
-    STARTS_FILE: lambda start: isinstance(start.get("recipe"), dict),
+    OWNER_FILE: lambda owner_record: {"id", "beat"} <= owner_record.keys(),
+    "restarts.json": lambda restart_counts: {"launcher", "fruitless"} <= restart_counts.keys(),
+    "result.json": lambda run_result: run_result == {"status": "preempted"},
+    STARTS_FILE: lambda start_line: isinstance(start_line.get("recipe"), dict),
 }
 RUN_FILE_PATTERNS = (*IS_WRITTEN_BY_RUN, "recipe.json", "metrics.jsonl", "samples.jsonl", "confusion.json")
 RUN_FILE_PATTERNS += ("telemetry-*.jsonl", "nvidia-smi-*.txt", "checkpoints/index.json", "plots/curves.png")
@@ -124,19 +124,19 @@ class RunFolder:
         """
         recipe = self.recipe
         owner_details = {"script": script_name(), "recipe": recipe_part(recipe)}
-        for folder in candidate_folders(recipe, automatic_name, self.last_step):
+        for candidate_folder in candidate_folders(recipe, automatic_name, self.last_step):
             try:
-                with explaining_write_errors("the run", folder):
-                    lease = Lease(FolderRecord(folder), self.heartbeat, owner_details)
+                with explaining_write_errors("the run", candidate_folder):
+                    folder_lease = Lease(FolderRecord(candidate_folder), self.heartbeat, owner_details)
                 # A different run may have used the folder while this process waited for the lease.
-                if not why_not_this_run(folder, recipe, self.last_step):
-                    self.leases.append(lease)
-                    return folder
-                lease.release()
+                if not why_not_this_run(candidate_folder, recipe, self.last_step):
+                    self.leases.append(folder_lease)
+                    return candidate_folder
+                folder_lease.release()
             except AlreadyOwned as error:
-                usual_names = (automatic_name, automatic_name.removeprefix(model_prefix(recipe)))
+                usual_run_names = (automatic_name, automatic_name.removeprefix(model_prefix(recipe)))
                 # A different job continues a run whose name differs from this job's usual names.
-                is_other_jobs_run = not folder.name.startswith(usual_names)
+                is_other_jobs_run = not candidate_folder.name.startswith(usual_run_names)
                 is_folder_given = Path(recipe.output_dir or ANY_FOLDER_NAME).name != ANY_FOLDER_NAME
                 if is_folder_given or not (is_other_jobs_run or why_other_run(error.owner_record, recipe)):
                     raise
@@ -151,11 +151,11 @@ class RunFolder:
             from onecurve.checkpoint.mirror import Mirror
             from onecurve.system.s3 import ObjectStore
 
-            store = ObjectStore(self.recipe.s3)
-            store.probe()
-            prefix_lease = Lease(PrefixRecord(store), self.heartbeat)
+            s3_store = ObjectStore(self.recipe.s3)
+            s3_store.probe()
+            prefix_lease = Lease(PrefixRecord(s3_store), self.heartbeat)
             self.leases.append(prefix_lease)
-            self.mirror = Mirror(store, self.path, self.recipe.keep_every, prefix_lease.check_owner)
+            self.mirror = Mirror(s3_store, self.path, self.recipe.keep_every, prefix_lease.check_owner)
         self.checkpoint = self._newest_own_checkpoint()
         resume = self.recipe.resume
         has_resume_path = resume not in ("auto", "never")
@@ -185,31 +185,31 @@ class RunFolder:
             from onecurve.checkpoint.mirror import committed_steps, download_logs, fetch_newest, read_manifest
             from onecurve.system.s3 import WrongSize
 
-            store, requires_new_run = self.mirror.store, self.recipe.resume == "never"
-            local_step = local_checkpoint.step if local_checkpoint else -1
-            stored_step = max(committed_steps(store), default=-1)
-            read_stored_result = partial(_read_stored_json, store, "result.json")
-            is_only_in_s3 = stored_step >= 0 and not steps_in(checkpoints_folder)
-            if is_only_in_s3 and (requires_new_run or has_finished(read_stored_result, self.last_step)):
-                reason = ", which is finished"
+            s3_store, requires_new_run = self.mirror.store, self.recipe.resume == "never"
+            newest_local_step = local_checkpoint.step if local_checkpoint else -1
+            newest_s3_step = max(committed_steps(s3_store), default=-1)
+            read_stored_result = partial(_read_stored_json, s3_store, "result.json")
+            is_run_only_in_s3 = newest_s3_step >= 0 and not steps_in(checkpoints_folder)
+            if is_run_only_in_s3 and (requires_new_run or has_finished(read_stored_result, self.last_step)):
+                refusal_reason = ", which is finished"
                 if requires_new_run:
-                    reason = ", but --resume never requires a new run"
+                    refusal_reason = ", but --resume never requires a new run"
                 raise ValueError(
-                    f"{store.url} already contains a run{reason}. Choose a different --s3 address"
+                    f"{s3_store.url} already contains a run{refusal_reason}. Choose a different --s3 address"
                 )
             # Require the same recipe even if no checkpoint is downloaded, because the mirror removes older
             # checkpoints.
-            if stored_step >= 0:
+            if newest_s3_step >= 0:
                 # This checkpoint may be damaged. fetch_newest() then finds an intact checkpoint.
                 with contextlib.suppress(checkpoints.DamagedCheckpoint, WrongSize):
-                    _, stored_manifest = read_manifest(store, stored_step)
-                    require_same_recipe(store.url, stored_manifest, self.recipe)
-            if stored_step > local_step:
+                    _, stored_manifest = read_manifest(s3_store, newest_s3_step)
+                    require_same_recipe(s3_store.url, stored_manifest, self.recipe)
+            if newest_s3_step > newest_local_step:
                 # Download the logs first. After an interruption, the next start downloads the logs and the
                 # checkpoint again.
-                download_logs(store, self.path)
+                download_logs(s3_store, self.path)
                 check_prefix_owner = self.leases[-1].check_owner
-                fetch_newer = partial(fetch_newest, store, checkpoints_folder, local_step)
+                fetch_newer = partial(fetch_newest, s3_store, checkpoints_folder, newest_local_step)
                 if fetch_newer(self.heartbeat, check_prefix_owner) is not None:
                     return checkpoints.newest(checkpoints_folder, self.heartbeat)
         if local_error:
@@ -241,10 +241,10 @@ def candidate_folders(recipe: Recipe, automatic_name: str, last_step: int | None
     output_dir = Path(recipe.output_dir or f"runs/{ANY_FOLDER_NAME}")
     given_folder = output_dir if output_dir.name != ANY_FOLDER_NAME else None
     runs_folder = output_dir.parent / script_name()
-    old_name = automatic_name.removeprefix(model_prefix(recipe))  # Name of the run in version 1.0
+    old_run_name = automatic_name.removeprefix(model_prefix(recipe))  # Name of the run in version 1.0
     resumable_names: list[str] = []  # Names of unfinished runs, to be tried first
-    if not given_folder and old_name != automatic_name:
-        resumable_names = [*_unfinished_run_names(runs_folder, old_name, recipe, last_step)]
+    if not given_folder and old_run_name != automatic_name:
+        resumable_names = [*_unfinished_run_names(runs_folder, old_run_name, recipe, last_step)]
     is_name_automatic = not (given_folder or resumable_names or recipe.name or recipe.s3)
     if is_name_automatic and not any(_unfinished_run_names(runs_folder, automatic_name, recipe, last_step)):
         other_run_names = _unfinished_run_names_by_step(runs_folder, recipe, last_step)
@@ -264,10 +264,10 @@ def candidate_folders(recipe: Recipe, automatic_name: str, last_step: int | None
         except OSError as error:
             raise ValueError(f"the folder {error.filename} can't be created: {error.strerror}") from None
         mismatch_reason = why_not_this_run(folder, recipe, last_step)
-        if foreign_file := _foreign_file_name(folder):
+        if foreign_name := _foreign_file_name(folder):
             if given_folder:
                 raise ValueError(
-                    f"--output_dir {folder} contains {foreign_file}, but no run. A run would overwrite this"
+                    f"--output_dir {folder} contains {foreign_name}, but no run. A run would overwrite this"
                     " file. Choose a different folder, or move the file"
                 )
         elif not mismatch_reason:
@@ -286,15 +286,15 @@ def candidate_folders(recipe: Recipe, automatic_name: str, last_step: int | None
 
 
 def _unfinished_run_names(
-    parent: Path, base_name: str, recipe: Recipe, last_step: int | None
+    runs_folder: Path, base_run_name: str, recipe: Recipe, last_step: int | None
 ) -> Iterator[str]:
     """Yield the names of unfinished runs of this recipe in the folders <name>, <name>-2 and so on."""
-    existing_names = itertools.takewhile(
-        lambda run_name: (parent / run_name / "recipe.json").exists(), numbered(base_name)
+    existing_run_names = itertools.takewhile(
+        lambda run_name: (runs_folder / run_name / "recipe.json").exists(), numbered(base_run_name)
     )
-    for run_name in existing_names:
-        folder = parent / run_name
-        if has_trained(folder) and not why_not_this_run(folder, recipe, last_step):
+    for run_name in existing_run_names:
+        run_folder = runs_folder / run_name
+        if has_trained(run_folder) and not why_not_this_run(run_folder, recipe, last_step):
             yield run_name
 
 
@@ -304,12 +304,12 @@ def _unfinished_run_names_by_step(runs_folder: Path, recipe: Recipe, last_step: 
     for folder in sorted(runs_folder.glob("*/")):
         with contextlib.suppress(OSError, ValueError):  # The recipe.json of a different run may be damaged
             recipe_file = read_recipe_file(folder) or {}
-            is_trained = isinstance(recipe_file.get("recipe"), dict) and has_trained(folder)
+            is_run_trained = isinstance(recipe_file.get("recipe"), dict) and has_trained(folder)
             # A restarted job may have lost a host. Lease waits for heartbeats from a lost host.
             has_live_owner = is_owned(folder, max_silence_s=0) if _is_job_restartable() else is_owned(folder)
-            if is_trained and not has_live_owner and not why_not_this_run(folder, recipe, last_step):
+            if is_run_trained and not has_live_owner and not why_not_this_run(folder, recipe, last_step):
                 newest_step_by_name[folder.name] = max(steps_in(folder / "checkpoints"), default=0)
-    return sorted(newest_step_by_name, key=lambda name: -newest_step_by_name[name])
+    return sorted(newest_step_by_name, key=lambda run_name: -newest_step_by_name[run_name])
 
 
 def _is_job_restartable() -> bool:
@@ -325,37 +325,37 @@ def _foreign_file_name(folder: Path) -> str | None:
         return None
     matching_files = (file for pattern in RUN_FILE_PATTERNS for file in sorted(folder.glob(pattern)))
     foreign_files = (file for file in matching_files if file.lstat().st_size and not _is_leftover(file))
-    return next((str(file.relative_to(folder)) for file in foreign_files), None)
+    return next((str(foreign_file.relative_to(folder)) for foreign_file in foreign_files), None)
 
 
-def _is_leftover(file: Path) -> bool:
+def _is_leftover(run_file: Path) -> bool:
     """Return True if the file was written by a run that ended before it wrote recipe.json."""
-    is_written_by_run = IS_WRITTEN_BY_RUN.get(file.name)
+    is_written_by_run = IS_WRITTEN_BY_RUN.get(run_file.name)
     if is_written_by_run is None:
         return False
     try:
-        content = next(json_lines(file), {}) if file.suffix == ".jsonl" else read_json(file)
-        return is_written_by_run(content)
+        file_content = next(json_lines(run_file), {}) if run_file.suffix == ".jsonl" else read_json(run_file)
+        return is_written_by_run(file_content)
     except (OSError, ValueError):
-        return file.name == OWNER_FILE  # Lease handles an unreadable record
+        return run_file.name == OWNER_FILE  # Lease handles an unreadable record
 
 
-def _other_runs_checkpoint(folder: Path, resume: str, heartbeat: Heartbeat) -> Checkpoint:
+def _other_runs_checkpoint(run_folder: Path, resume: str, heartbeat: Heartbeat) -> Checkpoint:
     """Return the checkpoint that --resume specifies, or the newest checkpoint of that run or S3 prefix."""
     resume_path, checkpoint = Path(resume), None
     if resume.startswith("s3://"):
         from onecurve.checkpoint.mirror import fetch_newest
         from onecurve.system.s3 import ObjectStore
 
-        temporary_folder = folder / "checkpoints" / ".step_others"
+        temporary_folder = run_folder / "checkpoints" / ".step_others"
         if fetch_newest(ObjectStore(resume), temporary_folder, -1, heartbeat) is not None:
             checkpoint = checkpoints.newest(temporary_folder, heartbeat)
     elif step_from_name(resume_path.resolve().name) is not None:
         return checkpoints.verify_checkpoint(resume_path.resolve(), heartbeat)
     else:
-        for candidate_parent in (resume_path / "checkpoints", resume_path):
-            if steps_in(candidate_parent):
-                checkpoint = checkpoints.newest(candidate_parent, heartbeat, is_owner=False)
+        for candidate_folder in (resume_path / "checkpoints", resume_path):
+            if steps_in(candidate_folder):
+                checkpoint = checkpoints.newest(candidate_folder, heartbeat, is_owner=False)
                 break
     if checkpoint is None:
         hint = "" if "://" in resume else ". Specify a run folder, or one of the run's checkpoints/step_*"
@@ -399,8 +399,8 @@ def count_restarts(folder: Path, step: int) -> None:
         )
 
 
-def _read_stored_json(store: "ObjectStore", key: str) -> Any:
-    return json.loads(store.read(key, JSON_LIMIT_BYTES) or b"")
+def _read_stored_json(s3_store: "ObjectStore", object_key: str) -> Any:
+    return json.loads(s3_store.read(object_key, JSON_LIMIT_BYTES) or b"")
 
 
 def _max_restarts() -> int:

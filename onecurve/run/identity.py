@@ -35,8 +35,8 @@ def run_name(accelerator: JobAccelerator, recipe: Recipe, batch: Batch) -> str:
     strategy = job.strategy(accelerator)
     if strategy == "single" and process_count > 1:  # Only one host of an elastic job is present
         strategy = "ddp"
-    job_name = f"{strategy}_{batch.total}_{recipe.epochs}_{host_count}_{process_count / host_count:g}"
-    return model_prefix(recipe) + job_name
+    default_name = f"{strategy}_{batch.total}_{recipe.epochs}_{host_count}_{process_count / host_count:g}"
+    return model_prefix(recipe) + default_name
 
 
 def model_prefix(recipe: Recipe) -> str:
@@ -55,8 +55,8 @@ def why_other_run(recorded_run: dict[str, Any], recipe: Recipe) -> str:
     recorded_script = recorded_run.get("script")
     if recorded_script != script_name():
         return f" of the script {recorded_script}"
-    if differences := "; ".join(recipe_differences(recorded_run["recipe"], recipe)):
-        return f" with a different recipe ({differences}; --allow_changed can permit changed flags)"
+    if flag_differences := "; ".join(recipe_differences(recorded_run["recipe"], recipe)):
+        return f" with a different recipe ({flag_differences}; --allow_changed can permit changed flags)"
     return ", but --resume never requires a new run" if recipe.resume == "never" else ""
 
 
@@ -67,19 +67,19 @@ def recipe_differences(recorded_flags: dict[str, Any], recipe: Recipe) -> list[s
     """
     # Convert each value to the type it has after a JSON round trip
     current_flags = json.loads(json.dumps(recipe_part(recipe)))
-    defaults = json.loads(json.dumps(recipe_part(type(recipe)())))
-    removed_flags = [name for name in without_removed_flags(recorded_flags) if name in REMOVED_FLAGS]
-    recorded_flags = recipe.without_derived(defaults | recorded_flags)
+    default_flags = json.loads(json.dumps(recipe_part(type(recipe)())))
+    removed_flags = [flag for flag in without_removed_flags(recorded_flags) if flag in REMOVED_FLAGS]
+    recorded_flags = recipe.without_derived(default_flags | recorded_flags)
     path_flags = flags_where(type(recipe), "is_path")
-    differences = [
-        f"--{name} was {recorded_flags[name]}, but this flag no longer exists" for name in removed_flags
+    flag_differences = [
+        f"--{flag} was {recorded_flags[flag]}, but this flag no longer exists" for flag in removed_flags
     ]
-    for name, current_value in current_flags.items():
-        recorded_value, is_path = recorded_flags[name], name in path_flags
+    for flag, current_value in current_flags.items():
+        recorded_value, is_path = recorded_flags[flag], flag in path_flags
         has_changed = normalised_value(recorded_value, is_path) != normalised_value(current_value, is_path)
-        if has_changed and name not in recipe.allow_changed:
-            differences.append(f"--{name} was {recorded_value}, now {current_value}")
-    return differences
+        if has_changed and flag not in recipe.allow_changed:
+            flag_differences.append(f"--{flag} was {recorded_value}, now {current_value}")
+    return flag_differences
 
 
 def only_difference(folder: Path, recipe: Recipe, last_step: int | None) -> str:
@@ -89,11 +89,11 @@ def only_difference(folder: Path, recipe: Recipe, last_step: int | None) -> str:
     is_same_script = recorded_run.get("script") == script_name() and isinstance(recorded_flags, dict)
     if not is_same_script or has_finished(partial(read_json, folder / "result.json"), last_step):
         return ""
-    differences = recipe_differences(recorded_run["recipe"], recipe)
-    if len(differences) != 1:
+    flag_differences = recipe_differences(recorded_run["recipe"], recipe)
+    if len(flag_differences) != 1:
         return ""
-    [difference] = differences
-    return difference
+    [flag_difference] = flag_differences
+    return flag_difference
 
 
 def why_not_this_run(folder: Path, recipe: Recipe, last_step: int | None) -> str:
@@ -104,13 +104,13 @@ def why_not_this_run(folder: Path, recipe: Recipe, last_step: int | None) -> str
     recorded_run = read_recipe_file(folder)
     if recorded_run is None or not has_trained(folder):
         return ""  # No step was trained. The checkpoint's recipe is compared later
-    if reason := why_other_run(recorded_run, recipe):
-        return reason
+    if mismatch_reason := why_other_run(recorded_run, recipe):
+        return mismatch_reason
     began_with_same_flag = recipe.resume in ("auto", recorded_run.get("resumed_from"))
     if not began_with_same_flag and not _is_path_in_run(recipe.resume, folder):
         return f", which did not begin with --resume {recipe.resume}"
-    is_finished = has_finished(partial(read_json, folder / "result.json"), last_step)
-    return ", which is finished" if is_finished else ""
+    is_run_finished = has_finished(partial(read_json, folder / "result.json"), last_step)
+    return ", which is finished" if is_run_finished else ""
 
 
 def require_same_recipe(location: str, manifest: dict[str, Any], recipe: Recipe) -> None:
@@ -143,35 +143,35 @@ def has_finished(read_result: Callable[[], Any], last_step: int | None) -> bool:
             before this step. If last_step is None, the recorded run may end at any step.
     """
     try:
-        result = read_result()
-        is_complete = result["status"] == "finished" and result.get("uploaded") is not False
-        early_end_cause = result.get("stopped_by")
-        may_continue = not early_end_cause or early_end_cause.startswith("--max_steps")
-        includes_last_step = last_step is None or not may_continue or result["steps"] >= last_step
-        return is_complete and includes_last_step
+        run_result = read_result()
+        is_run_complete = run_result["status"] == "finished" and run_result.get("uploaded") is not False
+        early_end_cause = run_result.get("stopped_by")
+        may_run_continue = not early_end_cause or early_end_cause.startswith("--max_steps")
+        includes_last_step = last_step is None or not may_run_continue or run_result["steps"] >= last_step
+        return is_run_complete and includes_last_step
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
 def read_recipe_file(folder: Path) -> dict[str, Any] | None:
     """Return the content of recipe.json, or None without that file. Raise ValueError if reading fails."""
-    recipe_file = folder / "recipe.json"
+    recipe_path = folder / "recipe.json"
     try:
-        return read_json(recipe_file) if recipe_file.exists() else None
+        return read_json(recipe_path) if recipe_path.exists() else None
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "the file is empty or damaged"
+        read_problem = error.strerror if isinstance(error, OSError) else "the file is empty or damaged"
         raise ValueError(
-            f"{recipe_file} can't be read ({reason}), so the recipe of the run in {folder} is unknown."
+            f"{recipe_path} can't be read ({read_problem}), so the recipe of the run in {folder} is unknown."
             " Delete the file to resume from the newest checkpoint, or move the folder to start a new run"
         ) from None
 
 
-def _is_path_in_run(resume: str, folder: Path) -> bool:
+def _is_path_in_run(resume_flag: str, folder: Path) -> bool:
     """Return True if --resume specifies this run's folder or the newest checkpoint in it."""
     run_folder = folder.resolve()
     checkpoints_folder = run_folder / "checkpoints"
-    own_paths = [run_folder, checkpoints_folder]
+    run_paths = [run_folder, checkpoints_folder]
     if checkpoint_steps := steps_in(checkpoints_folder):
         newest_step, *_ = checkpoint_steps
-        own_paths.append(checkpoints_folder / step_name(newest_step))
-    return Path(resume).resolve() in own_paths
+        run_paths.append(checkpoints_folder / step_name(newest_step))
+    return Path(resume_flag).resolve() in run_paths

@@ -201,8 +201,8 @@ def _is_owner_running(owner_record: dict[str, Any]) -> bool:
 
 def _is_from_earlier_round(owner_record: dict[str, Any]) -> bool:
     """Return True if launch.py has ended the owner's round of this process's job."""
-    job, current_round = job_round()
-    return owner_record.get("job") == job and owner_record.get("round") in range(current_round)
+    job_name, current_round = job_round()
+    return owner_record.get("job") == job_name and owner_record.get("round") in range(current_round)
 
 
 def _wait_for_owner_to_end(record_file: RecordFile, heartbeat: Callable[[], None]) -> None:
@@ -215,8 +215,8 @@ def _wait_for_owner_to_end(record_file: RecordFile, heartbeat: Callable[[], None
         return
     owner_record = _parsed_record(record_text)
     owner_in_words = _owner_in_words(owner_record)
-    advice = f"Stop that process, or choose a different {record_file.location_flag}"
-    already_owned = AlreadyOwned(f"{location} is in use by {owner_in_words}. {advice}", owner_record)
+    in_use_advice = f"Stop that process, or choose a different {record_file.location_flag}"
+    already_owned = AlreadyOwned(f"{location} is in use by {owner_in_words}. {in_use_advice}", owner_record)
     if _is_on_this_machine(owner_record):
         if _is_owner_running(owner_record):
             raise already_owned
@@ -229,10 +229,10 @@ def _wait_for_owner_to_end(record_file: RecordFile, heartbeat: Callable[[], None
         while time.monotonic() < deadline_s:
             heartbeat()
             time.sleep(1)
-            newer_text = record_file.read()
-            if newer_text is None:
+            newer_record_text = record_file.read()
+            if newer_record_text is None:
                 return
-            if newer_text != record_text:
+            if newer_record_text != record_text:
                 raise already_owned
     log.info(f"taking over {location}, because {owner_in_words} has ended")
     record_file.remove(record_text)
@@ -240,14 +240,14 @@ def _wait_for_owner_to_end(record_file: RecordFile, heartbeat: Callable[[], None
 
 def _this_process() -> dict[str, Any]:
     """Return the entries of an owner's record that identify this process."""
-    job, current_round = job_round()
+    job_name, current_round = job_round()
     return {
         "host": socket.gethostname(),
         "machine": _machine_id(),
         "pid": os.getpid(),
         "start_ticks": start_ticks(os.getpid()),
         "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "job": job,
+        "job": job_name,
         "round": current_round,
     }
 
@@ -257,8 +257,8 @@ def _machine_id() -> str:
     boot_file = Path("/proc/sys/kernel/random/boot_id")
     namespace_link = Path("/proc/self/ns/pid")
     boot_id = boot_file.read_text().strip() if boot_file.exists() else ""
-    namespace = os.readlink(namespace_link) if namespace_link.exists() else ""
-    return f"{boot_id} {namespace}"
+    pid_namespace = os.readlink(namespace_link) if namespace_link.exists() else ""
+    return f"{boot_id} {pid_namespace}"
 
 
 def _owner_in_words(owner_record: dict[str, Any]) -> str:

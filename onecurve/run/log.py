@@ -48,13 +48,13 @@ class RunLog:
         # Value of time.monotonic() after which the next step is reported to launch.py
         self.next_report_time_s = 0.0 if EVENTS_FILE_VARIABLE in os.environ else math.inf
         metrics_path, samples_path = folder / "metrics.jsonl", folder / "samples.jsonl"
-        kept_entries = _remove_later_entries(metrics_path, state)
+        kept_log_entries = _remove_later_entries(metrics_path, state)
         if samples_path.is_symlink():  # The target of the link may not belong to the run
             samples_path.unlink()
         if recipe.log_samples and samples_path.exists():
             _truncate_after(samples_path, state.step)
         interruption_entries = [
-            entry for entry in kept_entries if {"interrupted_at", "resumed_at"} & set(entry)
+            log_entry for log_entry in kept_log_entries if {"interrupted_at", "resumed_at"} & set(log_entry)
         ]
         self.was_interrupted = bool(interruption_entries) and "interrupted_at" in interruption_entries[-1]
         if "none" not in recipe.trackers:
@@ -66,8 +66,8 @@ class RunLog:
         self.samples_file: TextIO | None = None
         if recipe.log_samples:
             self.samples_file = open(samples_path, "a", buffering=1)  # noqa: SIM115
-        val_name = "holdout" if recipe_file["recipe"].get("holdout") else "val"
-        self.progress = TrainingProgress(recipe.epochs, state.step, steps.last, recipe.unit, val_name)
+        val_split = "holdout" if recipe_file["recipe"].get("holdout") else "val"
+        self.progress = TrainingProgress(recipe.epochs, state.step, steps.last, recipe.unit, val_split)
 
     def tracker_ids(self) -> dict[str, str]:
         """Return the tracker ids that are stored in recipe.json and in the run's state."""
@@ -88,16 +88,16 @@ class RunLog:
         Only the trackers receive the telemetry.
         """
         scalars, self.pending_scalars = self.pending_scalars, {}
-        finite_scalars = {name: float(value) for name, value in scalars.items() if math.isfinite(value)}
+        finite_scalars = {tag: float(scalar) for tag, scalar in scalars.items() if math.isfinite(scalar)}
         logged_values = finite_scalars | metrics
-        entry = self.write_entry(logged_values)
-        step = int(entry.pop("step"))
+        log_entry = self.write_entry(logged_values)
+        logged_step = int(log_entry.pop("step"))
         try:
             if self.trackers:
-                self.trackers.log({**entry, **(telemetry_means or {})}, step)
+                self.trackers.log({**log_entry, **(telemetry_means or {})}, logged_step)
         except OSError as error:
             self._set_problem("the trackers' files", error)
-        self.progress.show(step, entry["epoch"], logged_values)
+        self.progress.show(logged_step, log_entry["epoch"], logged_values)
 
     def log_evaluation(
         self, stage: str, metrics: dict[str, float], predictions: Predictions, **confusion_subject: Any
@@ -119,7 +119,7 @@ class RunLog:
         if not confusion_entries:
             return
         if "confusion" in confusion_entries:
-            images_by_class = [sum(row) for row in confusion_entries["confusion"]]
+            images_by_class = [sum(confusion_row) for confusion_row in confusion_entries["confusion"]]
             if stage == "val":
                 self.val_images_by_class = images_by_class
             elif self.val_images_by_class:
@@ -153,27 +153,27 @@ class RunLog:
                 if log_file:
                     log_file.close()
         with contextlib.suppress(OSError):
-            trackers, self.trackers = self.trackers, None
-            if trackers:
-                trackers.finish(has_failed)
+            open_trackers, self.trackers = self.trackers, None
+            if open_trackers:
+                open_trackers.finish(has_failed)
 
     def write_entry(self, values: RunEvent | dict[str, float]) -> dict[str, Any]:
         """Write a line with an event or metrics to metrics.jsonl, but not to trackers. Return the line."""
-        step = self.state.step
-        position: MetricsLine = {
-            "step": step,
-            "epoch": step / self.steps_per_epoch,
+        current_step = self.state.step
+        log_position: MetricsLine = {
+            "step": current_step,
+            "epoch": current_step / self.steps_per_epoch,
             "wall_s": self.state.wall_now_s(),
         }
-        entry = {**position, **values}
-        self._write_line(self.metrics_file, entry)
-        return entry
+        log_entry = {**log_position, **values}
+        self._write_line(self.metrics_file, log_entry)
+        return log_entry
 
-    def _write_line(self, file: TextIO, entry: dict[str, Any]) -> None:
+    def _write_line(self, file: TextIO, log_entry: dict[str, Any]) -> None:
         if file.closed:  # A signal arrived during the upload at the end of the run
             return
         try:
-            file.write(json.dumps(entry) + "\n")
+            file.write(json.dumps(log_entry) + "\n")
         except OSError as error:
             self._set_problem(file.name, error)
 
@@ -206,23 +206,23 @@ def host_change(written_by: dict[str, Any], recipe_file: RecipeFile) -> RunEvent
 
 def _remove_later_entries(metrics_path: Path, state: RunState) -> list[dict[str, Any]]:
     """Remove the lines that were written after the state was saved, and return the remaining lines."""
-    kept_entries = [entry for entry in read_lines(metrics_path) if _precedes_state(entry, state)]
-    write_text(metrics_path, "".join(json.dumps(entry) + "\n" for entry in kept_entries))
+    kept_entries = [log_entry for log_entry in read_lines(metrics_path) if _precedes_state(log_entry, state)]
+    write_text(metrics_path, "".join(json.dumps(log_entry) + "\n" for log_entry in kept_entries))
     return kept_entries
 
 
 def _truncate_after(samples_path: Path, step: int) -> None:
     """Remove the lines after a step from a file that is sorted by step and may contain gigabytes."""
     check_regular(samples_path)
-    with open(samples_path, "r+b") as log_file:
+    with open(samples_path, "r+b") as samples_file:
         kept_bytes = 0
-        for line in log_file:
-            step_match = re.match(rb'{"step": (\d+),', line)
-            is_kept = step_match and int(step_match[1]) <= step and line.endswith(b"\n")
-            if not is_kept:
-                log_file.truncate(kept_bytes)
+        for sample_line in samples_file:
+            step_match = re.match(rb'{"step": (\d+),', sample_line)
+            is_line_kept = step_match and int(step_match[1]) <= step and sample_line.endswith(b"\n")
+            if not is_line_kept:
+                samples_file.truncate(kept_bytes)
                 break
-            kept_bytes += len(line)
+            kept_bytes += len(sample_line)
 
 
 def _precedes_state(entry: dict[str, Any], state: RunState) -> bool:

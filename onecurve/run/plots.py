@@ -61,7 +61,7 @@ def curves_panel(
 
 def plot_curves(folder: Path, log_entries: list[dict[str, Any]], title: str) -> None:
     """Draw the loss and, for models with classes, the accuracy per epoch from lines of metrics.jsonl."""
-    accuracies = [entry["val/accuracy"] for entry in log_entries if "val/accuracy" in entry]
+    accuracies = [log_entry["val/accuracy"] for log_entry in log_entries if "val/accuracy" in log_entry]
     loss_panel = curves_panel(log_entries, "epoch", "loss", ("train/loss", "val/loss"))
     panels = [loss_panel]
     # The loss of a model without classes decreases by several orders of magnitude.
@@ -74,17 +74,17 @@ def plot_curves(folder: Path, log_entries: list[dict[str, Any]], title: str) -> 
 
 def draw_panels(path: Path, panel_rows: Sequence[Sequence[Panel]], title: str) -> None:
     """Draw rows of panels, each with the same number of panels, and write the image to a PNG file."""
-    columns = max(map(len, panel_rows))
-    height_in = TITLE_HEIGHT_IN + PANEL_HEIGHT_IN * len(panel_rows)
-    with _saved_figure(path, (PANEL_WIDTH_IN * columns, height_in)) as figure:
-        axes_grid = figure.subplots(len(panel_rows), columns, squeeze=False)
+    column_count = max(map(len, panel_rows))
+    figure_height_in = TITLE_HEIGHT_IN + PANEL_HEIGHT_IN * len(panel_rows)
+    with _saved_figure(path, (PANEL_WIDTH_IN * column_count, figure_height_in)) as figure:
+        axes_grid = figure.subplots(len(panel_rows), column_count, squeeze=False)
         figure.suptitle(_literal_text(title))
         for axes, panel in zip(axes_grid.flat, itertools.chain.from_iterable(panel_rows), strict=True):
             bar_labels = [_short_label(bar_name) for bar_name in panel.bars]
             axes.barh(bar_labels, list(panel.bars.values()), height=0.6)
             for curve_name, (x, y) in panel.curves.items():
-                marker = "o" if len(x) <= MAX_MARKED_POINTS else None
-                curve_style = {"marker": marker, "markersize": 3, "linewidth": 1.2}
+                point_marker = "o" if len(x) <= MAX_MARKED_POINTS else None
+                curve_style = {"marker": point_marker, "markersize": 3, "linewidth": 1.2}
                 axes.plot(*_averaged_curve(x, y), label=_short_label(curve_name), **curve_style)
             if panel.bars:
                 axes.invert_yaxis()
@@ -100,15 +100,15 @@ def draw_panels(path: Path, panel_rows: Sequence[Sequence[Panel]], title: str) -
 
 def draw_confusion(path: Path, confusion_json: dict[str, Any], title: str) -> None:
     """Draw the confusion matrix, or bars for the most frequent mistakes if there are many classes."""
-    classes = confusion_json["classes"]
+    class_names = confusion_json["classes"]
     if "confusion" in confusion_json:
-        draw_confusion_matrix(path, confusion_json["confusion"], classes, title)
+        draw_confusion_matrix(path, confusion_json["confusion"], class_names, title)
     else:
-        bars = {
-            f"{printable(classes[label])}, predicted {classes[predicted]}": count
-            for label, predicted, count in confusion_json["mistakes"]
+        count_by_mistake = {
+            f"{printable(class_names[true_class])}, predicted {class_names[predicted_class]}": image_count
+            for true_class, predicted_class, image_count in confusion_json["mistakes"]
         }
-        draw_panels(path, [[Panel("images", "", bars=bars)]], f"{title}: most frequent mistakes")
+        draw_panels(path, [[Panel("images", "", bars=count_by_mistake)]], f"{title}: most frequent mistakes")
 
 
 def draw_confusion_matrix(path: Path, matrix: list[list[int]], classes: Sequence[str], title: str) -> None:
@@ -116,19 +116,19 @@ def draw_confusion_matrix(path: Path, matrix: list[list[int]], classes: Sequence
 
     A cell's shade shows its fraction of the row's total.
     """
-    counts = np.asarray(matrix, dtype=np.int64)  # [C, C]
-    row_shares = counts / np.maximum(1, counts.sum(1, keepdims=True))
-    shows_counts = len(classes) <= MAX_COUNTED_CLASSES
+    image_counts = np.asarray(matrix, dtype=np.int64)  # [C, C]
+    row_shares = image_counts / np.maximum(1, image_counts.sum(1, keepdims=True))
+    are_counts_shown = len(classes) <= MAX_COUNTED_CLASSES
     matrix_edge_in = min(MAX_MATRIX_EDGE_IN, max(MIN_MATRIX_EDGE_IN, 0.45 * len(classes)))
     # Class names are not truncated. Long class names use a small font and are wrapped to the height of a row.
     longest_name_length = max(map(len, classes))
     font_size = 10 if longest_name_length <= MAX_UNWRAPPED_LENGTH else 6
     lines_per_row = max(1, int(matrix_edge_in / LINE_HEIGHT_IN / len(classes)))
     max_line_length = max(MAX_UNWRAPPED_LENGTH, longest_name_length // lines_per_row + 8)
-    margin_in = 0.0
+    label_margin_in = 0.0
     if len(classes) <= MAX_NAMED_CLASSES:
-        margin_in = 0.045 * max(0, min(max_line_length, longest_name_length) - MAX_UNWRAPPED_LENGTH)
-    width_in, height_in = matrix_edge_in + margin_in + 1.2, matrix_edge_in + margin_in + 0.6
+        label_margin_in = 0.045 * max(0, min(max_line_length, longest_name_length) - MAX_UNWRAPPED_LENGTH)
+    width_in, height_in = matrix_edge_in + label_margin_in + 1.2, matrix_edge_in + label_margin_in + 0.6
     with _saved_figure(path, (width_in, height_in)) as figure:
         axes = figure.subplots()
         matrix_image = axes.imshow(row_shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
@@ -138,10 +138,10 @@ def draw_confusion_matrix(path: Path, matrix: list[list[int]], classes: Sequence
             rotation = 90 if max(map(len, tick_labels)) > 2 else 0
             axes.set_xticks(range(len(tick_labels)), tick_labels, rotation=rotation, fontsize=font_size)
             axes.set_yticks(range(len(tick_labels)), tick_labels, fontsize=font_size)
-        if shows_counts:
-            for (row, column), count in np.ndenumerate(counts):
-                text_color = "white" if row_shares[row, column] > 0.5 else "black"
-                axes.text(column, row, str(count), ha="center", va="center", fontsize=7, color=text_color)
+        if are_counts_shown:
+            for (row, column), count in np.ndenumerate(image_counts):
+                count_color = "white" if row_shares[row, column] > 0.5 else "black"
+                axes.text(column, row, str(count), ha="center", va="center", fontsize=7, color=count_color)
         figure.colorbar(matrix_image, label="share of the images in the true class", shrink=0.8)
 
 
@@ -155,15 +155,15 @@ def draw_image_sheet(
     path: Path, images: np.ndarray, captions: Sequence[str], title: str, is_wrong: Sequence[bool] = ()
 ) -> None:
     """Draw images, uint8 [n, H, W, 3], with captions below. The captions of `is_wrong` images are red."""
-    columns = min(MAX_SHEET_COLUMNS, max(1, len(images)))
+    column_count = min(MAX_SHEET_COLUMNS, max(1, len(images)))
     wrapped_captions = [_wrapped_text(caption, MAX_CAPTION_LINE_LENGTH) for caption in captions]
-    sheet_width_in = max(MIN_SHEET_WIDTH_IN, COLUMN_WIDTH_IN * columns)
+    sheet_width_in = max(MIN_SHEET_WIDTH_IN, COLUMN_WIDTH_IN * column_count)
     wrapped_title = _wrapped_text(title, int(TITLE_CHARACTERS_PER_IN * sheet_width_in))
     sheet_height_in = 0.15 + 0.25 * (wrapped_title.count("\n") + 1)
     row_tops_in = []  # Distance between the sheet's upper edge and each row of images
-    for first_index in range(0, len(images), columns):
+    for first_image_index in range(0, len(images), column_count):
         row_tops_in.append(sheet_height_in)
-        row_captions = wrapped_captions[first_index : first_index + columns]
+        row_captions = wrapped_captions[first_image_index : first_image_index + column_count]
         caption_lines = max(caption.count("\n") + 1 for caption in row_captions)
         sheet_height_in += COLUMN_WIDTH_IN + LINE_HEIGHT_IN * caption_lines + 0.1
     height_px, width_px = images.shape[1:3]
@@ -172,30 +172,30 @@ def draw_image_sheet(
     with _saved_figure(path, (sheet_width_in, sheet_height_in), layout=None) as figure:
         figure.suptitle(wrapped_title, y=1 - 0.1 / sheet_height_in, va="top")
         # Use one Axes for all images, because drawing an Axes takes longer than drawing an image.
-        axes = figure.add_axes((0, 0, 1, 1))
-        for index, (image, caption) in enumerate(zip(images, wrapped_captions, strict=True)):
-            row, column = divmod(index, columns)
-            center_x_in = (column + 0.5) * COLUMN_WIDTH_IN
-            bottom_in = sheet_height_in - row_tops_in[row] - IMAGE_EDGE_IN
-            center_y_in = bottom_in + IMAGE_EDGE_IN / 2
-            left_right_in = (center_x_in - image_width_in / 2, center_x_in + image_width_in / 2)
-            bottom_top_in = (center_y_in - image_height_in / 2, center_y_in + image_height_in / 2)
-            axes.imshow(image, extent=(*left_right_in, *bottom_top_in), interpolation="nearest")
-            text_color = "firebrick" if len(is_wrong) > index and is_wrong[index] else "black"
-            caption_style = {"ha": "center", "va": "top", "fontsize": 7, "color": text_color}
-            axes.text(center_x_in, bottom_in - 0.05, caption, **caption_style)
-        axes.set(xlim=(0, sheet_width_in), ylim=(0, sheet_height_in), aspect="auto")
-        axes.axis("off")
+        sheet_axes = figure.add_axes((0, 0, 1, 1))
+        for image_index, (image, caption) in enumerate(zip(images, wrapped_captions, strict=True)):
+            sheet_row, sheet_column = divmod(image_index, column_count)
+            image_center_x_in = (sheet_column + 0.5) * COLUMN_WIDTH_IN
+            cell_bottom_in = sheet_height_in - row_tops_in[sheet_row] - IMAGE_EDGE_IN
+            image_center_y_in = cell_bottom_in + IMAGE_EDGE_IN / 2
+            left_right_in = (image_center_x_in - image_width_in / 2, image_center_x_in + image_width_in / 2)
+            bottom_top_in = (image_center_y_in - image_height_in / 2, image_center_y_in + image_height_in / 2)
+            sheet_axes.imshow(image, extent=(*left_right_in, *bottom_top_in), interpolation="nearest")
+            caption_color = "firebrick" if len(is_wrong) > image_index and is_wrong[image_index] else "black"
+            caption_style = {"ha": "center", "va": "top", "fontsize": 7, "color": caption_color}
+            sheet_axes.text(image_center_x_in, cell_bottom_in - 0.05, caption, **caption_style)
+        sheet_axes.set(xlim=(0, sheet_width_in), ylim=(0, sheet_height_in), aspect="auto")
+        sheet_axes.axis("off")
 
 
 @contextmanager
 def _saved_figure(
-    path: Path, size_in: tuple[float, float], layout: Literal["constrained"] | None = "constrained"
+    path: Path, figure_size_in: tuple[float, float], layout: Literal["constrained"] | None = "constrained"
 ) -> Iterator[Any]:
     """Yield a figure, and write it to `path` afterwards. The function does not use pyplot's global state."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=size_in, layout=layout, facecolor="white")
+    figure = Figure(figsize=figure_size_in, layout=layout, facecolor="white")
     yield figure
     # Run the layout engine only once, because savefig would otherwise draw everything twice.
     if layout_engine := figure.get_layout_engine():
@@ -224,31 +224,31 @@ def file_caption(file_name: str) -> str:
     return text_ending(_drawable_text(file_name), 2 * MAX_CAPTION_LINE_LENGTH)
 
 
-def _drawable_text(text: str) -> str:
+def _drawable_text(raw_text: str) -> str:
     """Escape characters that are missing from matplotlib's font. Escapes have the form \\u732b."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
     charmap = get_font(findfont(FontProperties())).get_charmap()
     return "".join(
         character if ord(character) in charmap or character in "\n\t" else f"\\u{ord(character):04x}"
-        for character in printable_lines(text)
+        for character in printable_lines(raw_text)
     )
 
 
-def _literal_text(text: str) -> str:
+def _literal_text(plain_text: str) -> str:
     """Escape dollar signs, which would start a formula, and characters that can't be drawn."""
-    return _drawable_text(text).replace("$", r"\$")
+    return _drawable_text(plain_text).replace("$", r"\$")
 
 
-def _wrapped_text(text: str, max_line_length: int) -> str:
+def _wrapped_text(unwrapped_text: str, max_line_length: int) -> str:
     """Wrap a text into lines of at most `max_line_length` characters."""
     wrapped_lines: list[str] = []
-    for line in _drawable_text(text).splitlines():
-        wrapped_lines += textwrap.wrap(line, max_line_length)
+    for unwrapped_line in _drawable_text(unwrapped_text).splitlines():
+        wrapped_lines += textwrap.wrap(unwrapped_line, max_line_length)
     return _literal_text("\n".join(wrapped_lines))
 
 
-def _short_label(name: str) -> str:
+def _short_label(full_name: str) -> str:
     """Shorten a name for legends and bar labels. Pages show the full name."""
-    label = printable(name)
+    label = printable(full_name)
     return _literal_text(label if len(label) <= MAX_LABEL_LENGTH else f"{label[: MAX_LABEL_LENGTH - 1]}...")

@@ -42,8 +42,8 @@ class Predictions:
 
     def gather_examples(self, poll: GlooExchange) -> None:
         """Gather the examples from all processes into CPU memory. All ranks must call this method."""
-        examples_by_rank = poll.gather([example.to("cpu") for example in self.examples])
-        self.examples = [example for rank_examples in examples_by_rank for example in rank_examples]
+        examples_by_rank = poll.gather([batch.to("cpu") for batch in self.examples])
+        self.examples = [batch for rank_examples in examples_by_rank for batch in rank_examples]
 
     def confusion_entries(self) -> dict[str, Any]:
         """Return the entries of confusion.json, or {} for a model without classes."""
@@ -64,17 +64,17 @@ class Predictions:
 
         confusion_plot, examples_plot = folder / "confusion.png", folder / "predictions.png"
         plots.draw_confusion(confusion_plot, self.confusion_entries(), self.plot_subject)
-        pixels = torch.cat([example.pixels for example in self.examples])
-        labels = torch.cat([example.labels for example in self.examples])
-        logits = torch.cat([example.logits for example in self.examples])
-        probabilities, predicted = logits.softmax(1).max(1)
+        pixels = torch.cat([batch.pixels for batch in self.examples])
+        labels = torch.cat([batch.labels for batch in self.examples])
+        logits = torch.cat([batch.logits for batch in self.examples])
+        probabilities, predicted_classes = logits.softmax(1).max(1)
         captions = [
             plots.prediction_caption(self.classes[label], self.classes[prediction], float(probability))
-            for label, prediction, probability in zip(labels, predicted, probabilities, strict=True)
+            for label, prediction, probability in zip(labels, predicted_classes, probabilities, strict=True)
         ]
-        title = (
+        sheet_title = (
             f"{self.plot_subject}: true class, predicted class (if different), probability of the prediction"
         )
-        is_wrong = (labels != predicted).tolist()
-        plots.draw_image_sheet(examples_plot, pixels.numpy(), captions, title, is_wrong)
+        is_prediction_wrong = (labels != predicted_classes).tolist()
+        plots.draw_image_sheet(examples_plot, pixels.numpy(), captions, sheet_title, is_prediction_wrong)
         return [confusion_plot, examples_plot]

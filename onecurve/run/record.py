@@ -72,20 +72,20 @@ class MainRecord:
     def find_best_checkpoint(self, heartbeat: Heartbeat) -> bool:
         """Find and verify the best checkpoint locally or in S3. Return False if the checkpoint is lost."""
         self._wait_for_save(heartbeat)
-        best_step, mirror = self.state.best_step, self.run_folder.mirror
+        best_step, s3_mirror = self.state.best_step, self.run_folder.mirror
         checkpoints_folder = self.folder / "checkpoints"
         assert best_step
         lost_checkpoint_errors: tuple[type[ValueError], ...] = (checkpoints.DamagedCheckpoint,)
         try:
-            if mirror and best_step not in checkpoints.steps_in(checkpoints_folder):
+            if s3_mirror and best_step not in checkpoints.steps_in(checkpoints_folder):
                 from onecurve.checkpoint.mirror import committed_steps, fetch_checkpoint
                 from onecurve.system.s3 import WrongSize
 
                 lost_checkpoint_errors = (checkpoints.DamagedCheckpoint, WrongSize)
-                if best_step in committed_steps(mirror.store):
-                    fetch_checkpoint(mirror.store, best_step, checkpoints_folder, heartbeat)
-            best_folder = checkpoints_folder / step_name(best_step)
-            self.best_checkpoint = checkpoints.verify_checkpoint(best_folder, heartbeat)
+                if best_step in committed_steps(s3_mirror.store):
+                    fetch_checkpoint(s3_mirror.store, best_step, checkpoints_folder, heartbeat)
+            best_checkpoint_folder = checkpoints_folder / step_name(best_step)
+            self.best_checkpoint = checkpoints.verify_checkpoint(best_checkpoint_folder, heartbeat)
             return True
         except lost_checkpoint_errors as error:
             log.info(f"the best weights (step {best_step:,}) can't be tested, because they are lost: {error}")
@@ -120,21 +120,21 @@ class MainRecord:
             telemetry: Telemetry of the run.
             heartbeat: Function called during long operations.
         """
-        folder, mirror, state = self.folder, self.run_folder.mirror, self.state
+        run_path, s3_mirror, state = self.folder, self.run_folder.mirror, self.state
         self.end_entries.update(final_entries)
         self.log.progress.stop()
         self._wait_for_save(heartbeat)
         if self.utilisation:
             result_so_far = self.current_result("finished")
-            distinct_devices = {devices for _, devices in hardware_by_start(folder, result_so_far)}
+            distinct_devices = {devices for _, devices in hardware_by_start(run_path, result_so_far)}
             images_per_s = result_so_far["images_per_s"] or 0.0
             mfu_pct = self.utilisation.mfu_pct(images_per_s) if len(distinct_devices) == 1 else None
             self.end_entries["flops_per_image"] = self.utilisation.flops_per_image
             self.end_entries["peak_flops"] = self.utilisation.peak_flops
             self.end_entries["mfu_pct"] = mfu_pct
-        with explaining_write_errors("the result of the run", folder):
+        with explaining_write_errors("the result of the run", run_path):
             # In an interrupted run, the last evaluation may be newer than the evaluation in the checkpoint.
-            checkpoints.write_step_index(folder / "checkpoints", state.step, state.best_step)
+            checkpoints.write_step_index(run_path / "checkpoints", state.step, state.best_step)
             # After one day, computing the telemetry summaries takes seconds. A launcher that stops a run does
             # not wait for seconds, so an unfinished run's page computes the summaries instead.
             from onecurve.telemetry.summary import energy_wh
@@ -143,17 +143,17 @@ class MainRecord:
             result_content = self.current_result("finished")
             result_content["telemetry"] = host_summaries
             result_content["energy_wh"] = energy_wh(host_summaries)
-            if mirror:
+            if s3_mirror:
                 result_content["uploaded"] = False
             with timed_as(PLOTS):
                 self._draw_plots(result_content, predictions)
             self.log.close(has_failed=False)
-            for written_file in (folder / "metrics.jsonl", *folder.glob("plots/*")):
+            for written_file in (run_path / "metrics.jsonl", *run_path.glob("plots/*")):
                 sync(written_file)
-            write_json(folder / "result.json", {**result_content, **self._time_entries()})
+            write_json(run_path / "result.json", {**result_content, **self._time_entries()})
         images_by_class = [sum(row) for row in predictions.confusion_entries().get("confusion", [])]
         chance_accuracy = max(images_by_class) / sum(images_by_class) if images_by_class else None
-        print_result(folder, chance_accuracy)
+        print_result(run_path, chance_accuracy)
 
     def _draw_plots(self, result_content: Result, predictions: Predictions) -> None:
         """Draw the plots, and send them to the trackers. Raise OSError if a write fails.
@@ -165,11 +165,11 @@ class MainRecord:
         plots_folder = self.folder / "plots"
         try:
             log_entries = read_lines(self.folder / "metrics.jsonl")
-            data_name, devices = (
+            data_name, hardware = (
                 Path(result_content["data"]).name,
                 hardware_in_words(self.folder, result_content),
             )
-            plot_curves(self.folder, log_entries, f"{result_content['script']} on {data_name}, {devices}")
+            plot_curves(self.folder, log_entries, f"{result_content['script']} on {data_name}, {hardware}")
             plot_files = predictions.draw_plots(plots_folder)
             if self.log.trackers:
                 self.log.trackers.show_plots(plot_files, self.state.step)
@@ -190,23 +190,23 @@ class MainRecord:
 
     def upload(self, heartbeat: Heartbeat) -> None:
         """Wait until the mirror has uploaded all files, and record in result.json if the upload succeeded."""
-        mirror, result_file = self.run_folder.mirror, self.folder / "result.json"
-        if mirror is None:
+        s3_mirror, result_file = self.run_folder.mirror, self.folder / "result.json"
+        if s3_mirror is None:
             return
-        mirror.offer(self.state.step, self.state.best_step)
-        while not mirror.wait(0.5):
-            self.log.progress.tell(f"uploading the run to {mirror.store.url}")
+        s3_mirror.offer(self.state.step, self.state.best_step)
+        while not s3_mirror.wait(0.5):
+            self.log.progress.tell(f"uploading the run to {s3_mirror.store.url}")
             heartbeat()
         result_content = cast(Result, read_json(result_file))
         result_content.update(self._time_entries())
-        result_content["uploaded"] = not mirror.last_upload_failed
+        result_content["uploaded"] = not s3_mirror.last_upload_failed
         if result_content["uploaded"]:
             try:
-                run_with_heartbeat(partial(mirror.send_last_files, result_content), heartbeat)
-            except (OSError, ValueError) as error:  # A StoreError is a ValueError
+                run_with_heartbeat(partial(s3_mirror.send_last_files, result_content), heartbeat)
+            except (OSError, ValueError) as upload_error:  # A StoreError is a ValueError
                 result_content["uploaded"] = False
                 log.info(
-                    f"the result could not be uploaded to {mirror.store.url} ({error})."
+                    f"the result could not be uploaded to {s3_mirror.store.url} ({upload_error})."
                     " Run the same command to upload the result"
                 )
         with explaining_write_errors("result.json", result_file.parent):
@@ -217,8 +217,8 @@ class MainRecord:
         state = self.state
         epoch_s = state.train_s / state.logged_step * self.steps.per_epoch if state.logged_step else None
         end_entries: EndEntries = {"epoch_s": epoch_s, "error": error_message}
-        if last_step := self.saver.committed_step:
-            end_entries["checkpoint"] = f"checkpoints/{step_name(last_step)}"
+        if last_saved_step := self.saver.committed_step:
+            end_entries["checkpoint"] = f"checkpoints/{step_name(last_saved_step)}"
         if best_step := state.best_step:
             end_entries["best_checkpoint"] = f"checkpoints/{step_name(best_step)}"
         end_entries.update(self.end_entries)
@@ -271,8 +271,8 @@ def build_result(
         state: Progress of the run.
         end_entries: Additional result.json entries for a run that has begun.
     """
-    metric = recipe.best_by if "accuracy" in state.best else "loss"
-    metric_values = {f"best_{metric}": state.best.get(metric), f"final_{metric}": state.last.get(metric)}
+    best_by = recipe.best_by if "accuracy" in state.best else "loss"
+    metric_values = {f"best_{best_by}": state.best.get(best_by), f"final_{best_by}": state.last.get(best_by)}
     metric_entries = cast(EndEntries, metric_values)  # mypy does not support computed keys of a TypedDict
     memory_by_rank = end_entries.get("memory_gib") or [memory_gib(accelerator)]
     return {
@@ -301,7 +301,7 @@ def build_result(
         "checkpoint": None,
         "best_checkpoint": None,
         "error": None,
-        "best_by": metric,
+        "best_by": best_by,
         "best_accuracy": state.best.get("accuracy"),
         "best_step": state.best_step,
         "final_accuracy": state.last.get("accuracy"),
@@ -346,8 +346,8 @@ def memory_gib(accelerator: JobAccelerator, is_gpu_responsive: bool = False) -> 
             free_bytes, total_bytes = torch.cuda.mem_get_info()
             other_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved()
             memory_bytes |= {"other": other_bytes, "device": total_bytes}
-        return {key: byte_count / BYTES_PER_GIB for key, byte_count in memory_bytes.items()}
-    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return {memory_key: byte_count / BYTES_PER_GIB for memory_key, byte_count in memory_bytes.items()}
+    peak_rss_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     _, _, status_after_key = Path("/proc/self/status").read_text().partition("VmData:")
     data_kib, *_ = status_after_key.split()
-    return {"peak": peak_kib / KIB_PER_GIB, "data": int(data_kib) / KIB_PER_GIB}
+    return {"peak": peak_rss_kib / KIB_PER_GIB, "data": int(data_kib) / KIB_PER_GIB}

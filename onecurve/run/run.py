@@ -157,13 +157,13 @@ class Run:
         session = self.session
         ends_epoch = step % session.steps.per_epoch == 0
         ends_run = step == session.steps.last or session.ends_early()
-        is_due = step > 0 and (ends_epoch or ends_run) and not session.state.evaluated
-        if is_due:
-            is_first = not {EVALUATION, FIRST_EVALUATION} & now.past_s.keys()
-            now.enter(FIRST_EVALUATION if is_first else EVALUATION, EVALUATION)
+        is_evaluation_due = step > 0 and (ends_epoch or ends_run) and not session.state.evaluated
+        if is_evaluation_due:
+            is_first_evaluation = not {EVALUATION, FIRST_EVALUATION} & now.past_s.keys()
+            now.enter(FIRST_EVALUATION if is_first_evaluation else EVALUATION, EVALUATION)
         else:
             now.enter(TRAINING)
-        return is_due
+        return is_evaluation_due
 
     def checkpoint(self, step: int) -> None:
         """Save a checkpoint if one is due after `step` steps. All ranks must call this method.
@@ -208,9 +208,9 @@ class Run:
         if session.state.step < session.steps.last and not session.ends_early():
             session.state.stopped = True  # The script has left its training loop
         session.write_newest_snapshot()
-        early_end = early_end_in_words(session.end_entries())
-        if session.main_record and early_end and not self.has_training_ended:
-            log.info(f"the run {early_end}")
+        early_end_phrase = early_end_in_words(session.end_entries())
+        if session.main_record and early_end_phrase and not self.has_training_ended:
+            log.info(f"the run {early_end_phrase}")
         self.has_training_ended = True
         if not session.state.best:
             raise ValueError(
@@ -225,17 +225,17 @@ class Run:
         """
         self._end_training()
         session, timeout_s = self.session, self.recipe.timeout_s
-        is_restored = once(
+        is_best_restored = once(
             self.accelerator,
             "best checkpoint",
             lambda heartbeat: self.main_record.find_best_checkpoint(heartbeat),
             timeout_s,
         )
-        if is_restored:
+        if is_best_restored:
             best_checkpoint = session.main_record.best_checkpoint if session.main_record else None
             session.saver.training.restore_evaluated(best_checkpoint)
             now.enter(EVALUATION)
-        return is_restored
+        return is_best_restored
 
     def log_test(self, metrics: dict[str, float], split: str) -> None:
         """Log the best weights' metrics on a held-out split that was not used to select them.
@@ -245,7 +245,7 @@ class Run:
             split: Name of the split.
         """
         now.enter(ENDING)
-        test_metrics = {f"test_{name}": value for name, value in metrics.items()}
+        test_metrics = {f"test_{metric_name}": metric_value for metric_name, metric_value in metrics.items()}
         self.test_entries = cast("EndEntries", test_metrics | {"test_name": split})
         self.session.predictions.accept_kept(f"{split} split, best weights")
         if main_record := self.session.main_record:
@@ -294,9 +294,9 @@ class Run:
 
     def _timed_batches(self, batches: Iterator[MicroBatch]) -> Generator[MicroBatch, None, None]:
         now.enter(STARTING, READING)
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as cleanup_stack:
             if isinstance(batches, Generator):
-                stack.callback(batches.close)  # Ends the decoders when this generator ends
+                cleanup_stack.callback(batches.close)  # Ends the decoders when this generator ends
             for micro_batch_index, micro_batch in enumerate(batches):
                 if micro_batch_index == 0:
                     self.session.meter.start_clock()
@@ -343,13 +343,13 @@ class Run:
         if not math.isfinite(mean_loss):
             raise FloatingPointError(f"the loss is {mean_loss} at step {step} with a learning rate of {lr:g}")
         if main_record:
-            metrics = {"train/loss": mean_loss, "train/lr": lr}
+            training_metrics = {"train/loss": mean_loss, "train/lr": lr}
             utilisation = main_record.utilisation
             mfu_pct = utilisation.mfu_pct(images_per_s) if utilisation else None
             if mfu_pct is not None:
-                metrics["train/mfu_pct"] = mfu_pct
-            metrics["train/images_per_s"] = images_per_s
-            main_record.log.log_metrics(metrics, session.exchange.telemetry.measurement_means())
+                training_metrics["train/mfu_pct"] = mfu_pct
+            training_metrics["train/images_per_s"] = images_per_s
+            main_record.log.log_metrics(training_metrics, session.exchange.telemetry.measurement_means())
 
     def show_progress(self, text: str) -> None:
         """Show an evaluation's progress without waiting for the device. All ranks must call this method.
@@ -370,9 +370,9 @@ class Run:
         If a name is repeated, the last value is logged. A tensor stays on its device until the line is
         logged.
         """
-        for name in values:
-            if "/" not in name:
-                raise ValueError(f"log_scalars: the name {name} needs a group, for example train/{name}")
+        for tag in values:
+            if "/" not in tag:
+                raise ValueError(f"log_scalars: the name {tag} needs a group, for example train/{tag}")
         if main_record := self.session.main_record:
             main_record.log.pending_scalars.update(values)
 

@@ -81,16 +81,16 @@ class RunSetup:
             self._refuse_outdated_folder(main_folder, saved_steps, host_by_rank)
             run_folder, state = self.run_folder, RunState(**state_values)
             self.preprocessing = preprocessing and data_config(preprocessing)
-            folder, mirror = (run_folder.path, run_folder.mirror) if run_folder else (None, None)
+            folder, s3_mirror = (run_folder.path, run_folder.mirror) if run_folder else (None, None)
             steps = dataclasses.replace(self.steps, first=state.step)
             if state.step:  # The run resumes from a checkpoint
                 checkpoint = run_folder.checkpoint if run_folder else None
                 training.restore(checkpoint, state.scalars(), has_optimizer)
             recipe_file = self._recipe_file_content(list(dict.fromkeys(host_by_rank)), device_by_rank)
-            manifest = self._run_manifest(recipe_file)
+            run_manifest = self._run_manifest(recipe_file)
             check_owner = run_folder.leases[0].check_owner if run_folder else lambda: None
             saver = Saver(
-                training, folder, manifest, recipe.keep_every, mirror, saved_step or None, check_owner
+                training, folder, run_manifest, recipe.keep_every, s3_mirror, saved_step or None, check_owner
             )
             start_line = self._start_line(recipe_file, steps, state, has_optimizer)
             create_record = partial(self._create_record, recipe_file, start_line, steps, state, saver)
@@ -130,8 +130,8 @@ class RunSetup:
                 optimizer, if the checkpoint's step is after the run's last step, or if the launcher restarted
                 the job too often without a new checkpoint.
         """
-        name = run_name(self.accelerator, self.recipe, self.batch)
-        self.run_folder = run_folder = RunFolder(self.recipe, name, self.steps.last, heartbeat)
+        automatic_name = run_name(self.accelerator, self.recipe, self.batch)
+        self.run_folder = run_folder = RunFolder(self.recipe, automatic_name, self.steps.last, heartbeat)
         state, has_optimizer, checkpoint = RunState(), False, run_folder.checkpoint
         if checkpoint:
             state, has_optimizer = self._state_from_checkpoint(checkpoint, run_folder.starts_from_other_run)
@@ -143,17 +143,17 @@ class RunSetup:
         saved_steps = steps_in(run_folder.path / "checkpoints")
         return [state.to_json(), saved_step, has_optimizer, str(run_folder.path), saved_steps, preprocessing]
 
-    def _preprocessing(self, manifest: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _preprocessing(self, checkpoint_manifest: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return the checkpoint's preprocessing, with the changes specified by flags.
 
         Without a checkpoint, the function returns the model's preprocessing. In earlier versions, the scripts
         determined the preprocessing, so their checkpoints do not contain it.
         """
         model_config = self.preprocessing
-        if model_config is None or manifest is None:
+        if model_config is None or checkpoint_manifest is None:
             return model_config and model_config.to_json()
         model_values = {"mean": model_config.mean, "std": model_config.std}
-        run_config = data_config(model_values | manifest.get("preprocessing", {}), self.recipe)
+        run_config = data_config(model_values | checkpoint_manifest.get("preprocessing", {}), self.recipe)
         if run_config != model_config:
             log.info(
                 f"the run keeps its preprocessing ({run_config}), although the model now has {model_config}"
@@ -224,7 +224,7 @@ class RunSetup:
         current_flags = json.loads(json.dumps(recipe_part(recipe)))
         recorded_flags = current_flags | manifest["recipe"]
         evaluation_flags = flags_where(type(recipe), "measures_best")
-        changed_flags = [name for name in evaluation_flags if recorded_flags[name] != current_flags[name]]
+        changed_flags = [flag for flag in evaluation_flags if recorded_flags[flag] != current_flags[flag]]
         is_best_comparable = not (has_data_changed or changed_flags)
         # The best evaluation is reset if it belongs to a different run or is not comparable.
         if is_other_run or not is_best_comparable:
@@ -239,7 +239,7 @@ class RunSetup:
             state = dataclasses.replace(state, evaluated=False)
         return state, has_optimizer
 
-    def _recipe_file_content(self, hosts: list[str], device_by_rank: list[str]) -> RecipeFile:
+    def _recipe_file_content(self, host_names: list[str], device_by_rank: list[str]) -> RecipeFile:
         """Return the content of recipe.json."""
         accelerator, recipe = self.accelerator, self.recipe
         recipe_file: RecipeFile = {
@@ -264,7 +264,7 @@ class RunSetup:
             "version": __version__,
             "git_commit": _git_commit(),
             "versions": job.versions(accelerator),
-            "hosts": hosts,
+            "hosts": host_names,
             "devices": device_by_rank,
         }
         if self.preprocessing:
@@ -274,7 +274,7 @@ class RunSetup:
     def _run_manifest(self, recipe_file: Mapping[str, object]) -> dict[str, Any]:
         """Return the checkpoint manifest entries that describe the run."""
         writer_keys = ("script", "strategy", "version", "git_commit", "versions", "hosts", "val_chosen")
-        written_by = {key: recipe_file[key] for key in writer_keys}
+        written_by = {writer_key: recipe_file[writer_key] for writer_key in writer_keys}
         written_by |= dataclasses.asdict(self.accelerator.precision)
         written_by |= {"processes": self.batch.processes, "deterministic": self.recipe.deterministic}
         manifest: dict[str, Any] = {"recipe": recipe_part(self.recipe), "data": self.data_identity}
@@ -359,27 +359,27 @@ class RunSetup:
             needed = some_of(outside_names)
             log.info(f"warning: export.py will fail, because the Model section needs {needed}. {MOVE_ADVICE}")
 
-    def _report_start(self, exchange: MessageExchange, step: int) -> None:
+    def _report_start(self, exchange: MessageExchange, first_step: int) -> None:
         """Report to launch.py the first step of this start, and whether all hosts can read the run folder.
 
         All ranks must call this method.
         """
         if EVENTS_FILE_VARIABLE not in os.environ:
             return
-        recipe_file = self.run_folder.path.resolve() / "recipe.json" if self.run_folder else None
-        local_path_and_content = (recipe_file, recipe_file.read_bytes()) if recipe_file else None
-        (main_recipe_file, main_content), *_ = exchange.poll.gather(local_path_and_content)
-        is_shared = all(exchange.poll.gather(_has_content(main_recipe_file, main_content)))
-        if recipe_file:
-            location: dict[str, Any] = {"folder": str(recipe_file.parent), "in_s3": bool(self.recipe.s3)}
-            location["is_shared"] = is_shared
-            report_to_launcher("began", step=step, processes=self.batch.processes, **location)
+        recipe_path = self.run_folder.path.resolve() / "recipe.json" if self.run_folder else None
+        local_path_and_content = (recipe_path, recipe_path.read_bytes()) if recipe_path else None
+        (main_recipe_path, main_content), *_ = exchange.poll.gather(local_path_and_content)
+        is_folder_shared = all(exchange.poll.gather(_has_content(main_recipe_path, main_content)))
+        if recipe_path:
+            run_location: dict[str, Any] = {"folder": str(recipe_path.parent), "in_s3": bool(self.recipe.s3)}
+            run_location["is_shared"] = is_folder_shared
+            report_to_launcher("began", step=first_step, processes=self.batch.processes, **run_location)
 
 
-def _has_content(file: Path, content: bytes) -> bool:
-    """Return True if the file exists and contains exactly `content`."""
+def _has_content(local_file: Path, expected_content: bytes) -> bool:
+    """Return True if the file exists and contains exactly `expected_content`."""
     with contextlib.suppress(OSError):
-        return file.read_bytes() == content
+        return local_file.read_bytes() == expected_content
     return False
 
 
@@ -411,8 +411,8 @@ def _change_messages(checkpoint: Checkpoint, training: TrainingState, recipe: Re
     if package_changes := changed_packages(written_by.get("versions"), job.versions(training.accelerator)):
         yield f"the run now uses {package_changes}. Losses change by rounding errors"
     if written_by.get("deterministic", recipe.deterministic) != recipe.deterministic:
-        mode = "deterministic" if recipe.deterministic else "not deterministic"
-        yield f"the run is now {mode}. The result of the run can't be reproduced bit for bit"
+        determinism = "deterministic" if recipe.deterministic else "not deterministic"
+        yield f"the run is now {determinism}. The result of the run can't be reproduced bit for bit"
 
 
 def changed_dtypes(written_by: dict[str, Any], current_dtypes: dict[str, Any]) -> str:
@@ -428,20 +428,20 @@ def changed_packages(old_versions: dict[str, str] | None, current_versions: dict
     """
     if old_versions is None:
         return ""
-    changes = []
+    package_changes = []
     for package in {**old_versions, **current_versions}:
         old_version, version = old_versions.get(package, "none"), current_versions.get(package, "none")
         if old_version != version:
-            changes.append(f"{package} {version} (previously {old_version})")
-    return ", ".join(changes)
+            package_changes.append(f"{package} {version} (previously {old_version})")
+    return ", ".join(package_changes)
 
 
 def _default_flags(recipe: Recipe) -> dict[str, Any]:
     """Return the script's default recipe. Some defaults are derived from flags of the given recipe."""
     default_recipe = type(recipe)()
-    deciding_flags = {name: getattr(recipe, name) for name in flags_where(type(recipe), "decides_defaults")}
+    deciding_flags = {flag: getattr(recipe, flag) for flag in flags_where(type(recipe), "decides_defaults")}
     derived_defaults = dataclasses.asdict(type(recipe)(**deciding_flags).resolved())
-    return derived_defaults | {name: getattr(default_recipe, name) for name in deciding_flags}
+    return derived_defaults | {flag: getattr(default_recipe, flag) for flag in deciding_flags}
 
 
 def _user_command() -> list[str]:
@@ -450,27 +450,27 @@ def _user_command() -> list[str]:
     The result excludes words before the launcher (sudo, env, a shell), because these words may contain
     secrets, and pages show the command.
     """
-    flags = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
-    command = ["python", sys.argv[0], *flags]
+    script_flags = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
+    user_command = ["python", sys.argv[0], *script_flags]
     for ancestor in ancestors():
         ancestor_words = ancestor.words[1:]
-        contains_script = any(Path(word).name == Path(sys.argv[0]).name for word in ancestor_words)
-        ends_with_flags = ancestor_words[len(ancestor_words) - len(flags) :] == flags
+        contains_script = any(Path(argument).name == Path(sys.argv[0]).name for argument in ancestor_words)
+        ends_with_flags = ancestor_words[len(ancestor_words) - len(script_flags) :] == script_flags
         if contains_script and ends_with_flags and ancestor.launcher(within=3):
-            is_installed_program = ancestor.launcher(within=2) not in ("", "launch.py")
-            if is_installed_program:
-                command = [Path(ancestor_words[0]).name, *ancestor_words[1:]]
+            is_launcher_installed = ancestor.launcher(within=2) not in ("", "launch.py")
+            if is_launcher_installed:
+                user_command = [Path(ancestor_words[0]).name, *ancestor_words[1:]]
             else:
-                command = ["python", *ancestor_words]
-    return command
+                user_command = ["python", *ancestor_words]
+    return user_command
 
 
 def _git_commit() -> str | None:
     """Return the code's Git commit, with a trailing + after changes, or None outside a repository."""
     try:
         run_git = partial(subprocess.run, capture_output=True, text=True, timeout=10, check=True)
-        commit = run_git(["git", "-C", ROOT, "rev-parse", "HEAD"]).stdout
+        head_commit = run_git(["git", "-C", ROOT, "rev-parse", "HEAD"]).stdout
         uncommitted_changes = run_git(["git", "-C", ROOT, "status", "--porcelain"]).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    return commit.strip() + ("+" if uncommitted_changes.strip() else "")
+    return head_commit.strip() + ("+" if uncommitted_changes.strip() else "")

@@ -272,9 +272,9 @@ def value_types(schema: Any) -> dict[str, ValueType]:
 
     The types do not include None. For the schema Result, each metric in METRICS adds three keys.
     """
-    metric_keys = [f"{stage}_{name}" for stage in ("test", "best", "final") for name in METRICS]
+    metric_keys = [f"{stage}_{metric_name}" for stage in ("test", "best", "final") for metric_name in METRICS]
     metric_types = dict.fromkeys(metric_keys if schema is Result else (), float)
-    return metric_types | {key: _value_type(hint) for key, hint in typing.get_type_hints(schema).items()}
+    return metric_types | {field: _value_type(hint) for field, hint in typing.get_type_hints(schema).items()}
 
 
 def _value_type(type_hint: Any) -> ValueType:

@@ -128,9 +128,9 @@ class TrainingMeter:
 
     def __init__(self, accelerator: JobAccelerator, batch: Batch, keeps_ids: bool):
         self.accelerator, self.batch, self.keeps_ids = accelerator, batch, keeps_ids
-        dtype = torch.float64 if accelerator.deterministic else torch.float32
+        loss_dtype = torch.float64 if accelerator.deterministic else torch.float32
         # Sum of the losses over the micro-batches of all steps since the last log line
-        self.loss_sum = torch.zeros((), device=accelerator.device, dtype=dtype)
+        self.loss_sum = torch.zeros((), device=accelerator.device, dtype=loss_dtype)
         self.step_loss_sum = torch.zeros_like(self.loss_sum)  # Sum of the losses in the current step
         self.sample_ids: list[int] = []  # Sample ids since the last log line, for --log_samples
         self.micro_batch_count = 0  # Number of micro-batches since this process started
@@ -221,14 +221,14 @@ class RunSession:
 
         `stopped_by` is None for a complete run.
         """
-        step, total_steps = self.state.step, self.steps.total
-        if step == total_steps:
-            stopped_by = None
-        elif step == self.steps.last:
-            stopped_by = f"--max_steps {step}"
+        end_step, total_steps = self.state.step, self.steps.total
+        if end_step == total_steps:
+            early_end_cause = None
+        elif end_step == self.steps.last:
+            early_end_cause = f"--max_steps {end_step}"
         else:
-            stopped_by = "the script" if self.state.stopped else f"--patience {self.recipe.patience}"
-        return {"steps": step, "total_steps": total_steps, "stopped_by": stopped_by}
+            early_end_cause = "the script" if self.state.stopped else f"--patience {self.recipe.patience}"
+        return {"steps": end_step, "total_steps": total_steps, "stopped_by": early_end_cause}
 
     def save_if_due(self, step: int) -> None:
         """Save a checkpoint if one is due after `step` steps.
@@ -266,11 +266,11 @@ class RunSession:
         """
         with timed_as(SAVING):
             state, saver, meter, exchange = self.state, self.saver, self.meter, self.exchange
-            step, best_step = state.step, state.best_step
-            if best_step != step:
+            snapshot_step, best_step = state.step, state.best_step
+            if best_step != snapshot_step:
                 saver.write_held()  # Write the best evaluation's snapshot
             exchange.poll.wait_for_main(self.main_record is not None, saver.wait_up_to)
-            meter.check_gradients(step)
+            meter.check_gradients(snapshot_step)
             failure_message = self.main_record and self.main_record.failure_message()
             losses_and_failures = exchange.gather((meter.loss_sum.item(), failure_message))
             loss_by_rank, failure_by_rank = zip(*losses_and_failures, strict=True)
@@ -278,22 +278,22 @@ class RunSession:
                 raise ValueError(first_failure)
             if not all(map(math.isfinite, loss_by_rank)):
                 raise FloatingPointError(
-                    f"the loss is {sum(loss_by_rank)} before step {step}. No checkpoint was saved"
+                    f"the loss is {sum(loss_by_rank)} before step {snapshot_step}. No checkpoint was saved"
                 )
             self.write_samples()
             # Training time excludes the time spent on evaluations.
-            unlogged_train_s = meter.elapsed_s() if step > state.logged_step else 0.0
+            unlogged_train_s = meter.elapsed_s() if snapshot_step > state.logged_step else 0.0
             tracker_ids = self.main_record.log.tracker_ids() if self.main_record else {}
             state_values = state.copy_for_save(
                 losses=[*loss_by_rank],
                 accumulations=meter.batch.accumulations,
-                epoch=step / self.steps.per_epoch,
+                epoch=snapshot_step / self.steps.per_epoch,
                 train_s=state.train_s + unlogged_train_s,
                 **saver.training.scalars(),
                 **tracker_ids,
             ).to_json()
-            saver.save(step, state_values, best_step, hold)
-            self.newest_saved_step = step
+            saver.save(snapshot_step, state_values, best_step, hold)
+            self.newest_saved_step = snapshot_step
 
     def write_samples(self) -> None:
         """Log the sample ids of each step since the last call, in batch order.
@@ -315,13 +315,13 @@ class RunSession:
         seconds after the last write. All ranks must call this method, because clocks differ between ranks.
         """
         recipe = self.recipe
-        is_permanent = recipe.keep_every is not None and step % recipe.keep_every == 0
+        is_checkpoint_permanent = recipe.keep_every is not None and step % recipe.keep_every == 0
         if recipe.checkpoint_every != "epoch":
-            return is_permanent or step % int(recipe.checkpoint_every) == 0
+            return is_checkpoint_permanent or step % int(recipe.checkpoint_every) == 0
         if step % self.steps.per_epoch:
-            return is_permanent
+            return is_checkpoint_permanent
         current_time_s = time.monotonic()
         epoch_s, self.epoch_start_s = current_time_s - self.epoch_start_s, current_time_s
-        would_be_late = self.saver.since_write_s() + epoch_s > recipe.checkpoint_s
-        is_due_by_rank = self.exchange.poll.gather(is_permanent or would_be_late)
+        would_next_save_be_late = self.saver.since_write_s() + epoch_s > recipe.checkpoint_s
+        is_due_by_rank = self.exchange.poll.gather(is_checkpoint_permanent or would_next_save_be_late)
         return is_due_by_rank[0]  # Rank 0's clock decides

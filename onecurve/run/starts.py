@@ -65,8 +65,8 @@ def add_start(
     start_entry = {key: value for key, value in start.items() if key not in OMITTED_KEYS}
     if starts_path.is_symlink():  # The target of the link may not belong to the run
         starts_path.unlink()
-    changes = changes_at(manifest, start, path_flags) if manifest else {}
-    new_entries = [start_entry | {"changed": changes}]
+    start_changes = changes_at(manifest, start, path_flags) if manifest else {}
+    new_entries = [start_entry | {"changed": start_changes}]
     if manifest and not starts_path.exists():
         recipe_and_data = {"recipe": manifest.get("recipe"), "source": manifest.get("data")}
         new_entries.insert(0, manifest.get("written_by", {}) | recipe_and_data)
@@ -89,18 +89,18 @@ def changes_at(
     # Converts each value to the type it has in a manifest
     current_flags = json.loads(json.dumps(start["recipe"]))
     changes: dict[str, list[Any]] = {}
-    for name, recorded_value in recorded_flags.items():
-        current_value, is_path = current_flags.get(name, recorded_value), name in path_flags
-        if normalised_value(recorded_value, is_path) != normalised_value(current_value, is_path):
-            changes[name] = [recorded_value, current_value]
+    for flag_name, recorded_value in recorded_flags.items():
+        current_value, is_path_flag = current_flags.get(flag_name, recorded_value), flag_name in path_flags
+        if normalised_value(recorded_value, is_path_flag) != normalised_value(current_value, is_path_flag):
+            changes[flag_name] = [recorded_value, current_value]
     other_properties: dict[str, list[Any]] = {
         DATA_CONTENT: [manifest.get("data"), start["source"]],
         CROPPED_IMAGES: [manifest.get("cropped", start["cropped"]), start["cropped"]],
         "state of the optimizer": ["restored", "restored" if start["has_optimizer"] else "zero"],
     }
-    for name, (before, now) in other_properties.items():
-        if before != now:
-            changes[name] = [before, now]
+    for property_name, (before, after) in other_properties.items():
+        if before != after:
+            changes[property_name] = [before, after]
     return changes
 
 
@@ -115,13 +115,13 @@ def normalised_value(value: Any, is_path: bool) -> Any:
 
 def starts_in_order(entries: Sequence[dict[str, Any]], last_step: int) -> list[RunStart]:
     """Return each start with its steps that the result includes. `last_step` is the run's last step."""
-    begin_steps = [entry.get("step", 0) for entry in entries]
-    starts = []
-    for index, (entry, begin_step) in enumerate(zip(entries, begin_steps, strict=True)):
+    begin_steps = [start_entry.get("step", 0) for start_entry in entries]
+    run_starts = []
+    for start_index, (start_entry, begin_step) in enumerate(zip(entries, begin_steps, strict=True)):
         # A later start repeats the steps after the step at which it began.
-        last_kept_step = min([*begin_steps[index + 1 :], last_step])
-        starts.append(RunStart(entry, begin_step, max(begin_step, last_kept_step)))
-    return starts
+        last_kept_step = min([*begin_steps[start_index + 1 :], last_step])
+        run_starts.append(RunStart(start_entry, begin_step, max(begin_step, last_kept_step)))
+    return run_starts
 
 
 def kept_starts(starts: Sequence[RunStart]) -> list[RunStart]:
@@ -135,8 +135,8 @@ def hardware_by_start(folder: Path, result: Result) -> list[tuple[str, tuple[str
     `result` is the content of result.json, which describes only the last start.
     """
     entries = [split_by_type(entry, value_types(StartLine))[0] for entry in read_lines(folder / STARTS_FILE)]
-    starts = starts_in_order(entries, result["steps"])
-    start_settings = [start.settings for start in kept_starts(starts)]
+    run_starts = starts_in_order(entries, result["steps"])
+    start_settings = [run_start.settings for run_start in kept_starts(run_starts)]
     strategy_and_devices = [
         (settings.get("strategy", "?"), tuple(settings.get("devices") or "?")) for settings in start_settings
     ]
@@ -151,7 +151,7 @@ def hardware_in_words(folder: Path, result: Result) -> str:
 
 def join_with_then(values: Iterable[str]) -> str:
     """List successive values without consecutive repetitions, such as `a, then b, then c`."""
-    distinct_values = [value for value, _ in groupby(values)]
+    distinct_values = [distinct_value for distinct_value, _ in groupby(values)]
     if len(distinct_values) > MAX_JOINED_VALUES:
         omitted_in_words = f"{len(distinct_values) - MAX_JOINED_VALUES + 1} others"
         distinct_values = [*distinct_values[: MAX_JOINED_VALUES - 2], omitted_in_words, distinct_values[-1]]

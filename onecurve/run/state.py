@@ -63,7 +63,7 @@ class RunState:
         """
         valid_fields, invalid_names = split_by_type(state_json, typing.get_type_hints(cls))
         present_names = {*valid_fields, *invalid_names}
-        invalid_names += [name for name in REQUIRED_FIELDS if name not in present_names]
+        invalid_names += [field_name for field_name in REQUIRED_FIELDS if field_name not in present_names]
         if not valid_fields.get("losses") or valid_fields.get("accumulations", 0) < 1:
             invalid_names += ["losses or accumulations"]
         if invalid_names:
@@ -84,7 +84,7 @@ class RunState:
     def scalars(self) -> dict[str, Any]:
         """Return the optimizer scalars and the loss scale, which TrainingState restores."""
         state_json = self.to_json()
-        return {name: state_json[name] for name in ("optimizer", "loss_scale") if name in state_json}
+        return {scalar: state_json[scalar] for scalar in ("optimizer", "loss_scale") if scalar in state_json}
 
     def wall_now_s(self) -> float:
         """Return the duration of all starts in seconds, including imports but not the time between starts."""

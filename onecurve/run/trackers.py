@@ -41,14 +41,14 @@ class Trackers:
         self, tracker_names: tuple[str, ...], folder: Path, recipe_file: RecipeFile, state: RunState
     ):
         self.started_trackers: list[GeneralTracker] = []
-        project = recipe_file["script"]
+        project_name = recipe_file["script"]
         if "tensorboard" in tracker_names:
             threading.excepthook = _ignore_full_disk
             tensorboard_tracker = _TensorBoard("tensorboard", folder, purge_step=state.step + 1)
             self.started_trackers.append(tensorboard_tracker)
             tensorboard_tracker.start()
         if "wandb" in tracker_names:
-            wandb_tracker = _start_wandb(folder, project, state.wandb_id)
+            wandb_tracker = _start_wandb(folder, project_name, state.wandb_id)
             self.started_trackers += [wandb_tracker] if wandb_tracker else []
         if "trackio" in tracker_names:
             # Runs in different folders may have the same folder name.
@@ -57,17 +57,17 @@ class Trackers:
             run_options = {"name": run_name, "resume": "allow", "embed": False}
             # The run's telemetry already contains the CPU and GPU measurements.
             no_measurements = {"auto_log_cpu": False, "auto_log_gpu": False}
-            trackio_tracker = _Trackio(project, **run_options, **no_measurements)
+            trackio_tracker = _Trackio(project_name, **run_options, **no_measurements)
             self.started_trackers.append(trackio_tracker)
             trackio_tracker.start()
-            log.info(f"to view the run {run_name}, run `trackio show --project {project}`")
+            log.info(f"to view the run {run_name}, run `trackio show --project {project_name}`")
         hyperparameters = recipe_file["recipe"] | {
             "strategy": recipe_file["strategy"],
             "processes": len(recipe_file["devices"]),
         }
-        for name, value in hyperparameters.items():
-            if not isinstance(value, (bool, int, float)):
-                hyperparameters[name] = printable(value)
+        for setting_name, setting_value in hyperparameters.items():
+            if not isinstance(setting_value, (bool, int, float)):
+                hyperparameters[setting_name] = printable(setting_value)
         for tracker in self.started_trackers:
             tracker.store_init_configuration(hyperparameters)
 
@@ -93,9 +93,9 @@ class Trackers:
             layout_option = {"dataformats": "NHWC"} if isinstance(tracker, _TensorBoard) else {}
             try:
                 for plot_file in plot_files:
-                    with Image.open(plot_file) as image:
-                        pixels = np.asarray(image.convert("RGB"))[None]  # [1, H, W, 3]
-                    tracker.log_images({f"plots/{plot_file.stem}": pixels}, step=step, **layout_option)
+                    with Image.open(plot_file) as plot_image:
+                        plot_pixels = np.asarray(plot_image.convert("RGB"))[None]  # [1, H, W, 3]
+                    tracker.log_images({f"plots/{plot_file.stem}": plot_pixels}, step=step, **layout_option)
             except Exception as error:  # Tracking libraries and disks cause many types of errors
                 log.info(f"{tracker.name} did not receive the plots in plots/ ({error})")
 
@@ -139,7 +139,7 @@ class _Trackio(TrackioTracker):
     def log_images(self, values: dict[str, np.ndarray], step: int) -> None:
         import trackio
 
-        self.run.log({name: trackio.Image(images[0]) for name, images in values.items()}, step=step)
+        self.run.log({plot_name: trackio.Image(images[0]) for plot_name, images in values.items()}, step=step)
 
     def finish(self, has_failed: bool) -> None:
         super().finish()
@@ -180,7 +180,7 @@ class _WandB(WandBTracker):
             log.info(f"W&B did not receive all data ({error}). {_upload_advice(run_folder)}")
 
 
-def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB | None:
+def _start_wandb(folder: Path, project_name: str, run_id: str | None) -> _WandB | None:
     """Start or resume a W&B run. Return None if W&B is disabled.
 
     The W&B run is offline if no API key is configured, or if no server accepts the run. W&B's environment
@@ -208,7 +208,7 @@ def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB | Non
         "resume": "allow",
         "settings": wandb_settings,
     }
-    wandb_tracker = _WandB(os.environ.get("WANDB_PROJECT", project), **wandb_options)
+    wandb_tracker = _WandB(os.environ.get("WANDB_PROJECT", project_name), **wandb_options)
     offline_tracker = _WandB(wandb_tracker.run_name, **wandb_options | {"mode": "offline"})
     try:
         # Without an API key, wandb.init would prompt for a key.
@@ -233,5 +233,5 @@ def _save_and_stop() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _upload_advice(folder: Path | str) -> str:
-    return f"To upload the run later, log in and run: wandb sync {shlex.quote(str(folder))}/wandb/*run-*"
+def _upload_advice(run_folder: Path | str) -> str:
+    return f"To upload the run later, log in and run: wandb sync {shlex.quote(str(run_folder))}/wandb/*run-*"

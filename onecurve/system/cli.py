@@ -37,12 +37,12 @@ def run_command(main: Callable[[], int]) -> int:
         exit_status = main()
         sys.stdout.flush()
         return exit_status
-    except (ValueError, OSError) as error:
-        if isinstance(error, BrokenPipeError) and _discard_output_if_pipe_closed():
+    except (ValueError, OSError) as command_error:
+        if isinstance(command_error, BrokenPipeError) and _discard_output_if_pipe_closed():
             return 0  # not a failure of this command
-        message = safe_message(_error_text(error))
-        tell_launchers(message)
-        print(f"error: {message}", file=sys.stderr)
+        error_message = safe_message(_error_text(command_error))
+        tell_launchers(error_message)
+        print(f"error: {error_message}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -92,10 +92,10 @@ class CommandParser(argparse.ArgumentParser):
     """Argument parser that accepts hyphens and underscores in flag names, and rejects empty flag values."""
 
     def parse_known_args(self, args=None, namespace=None):
-        command_words = [underscores(word) for word in (sys.argv[1:] if args is None else args)]
-        for word, next_word in itertools.pairwise([*command_words, "-"]):
-            if word.startswith("--") and (word.endswith("=") or not next_word):
-                self.error(f"{word.rstrip('=')} {EMPTY_VALUE}")
+        command_words = [underscores(raw_word) for raw_word in (sys.argv[1:] if args is None else args)]
+        for command_word, next_word in itertools.pairwise([*command_words, "-"]):
+            if command_word.startswith("--") and (command_word.endswith("=") or not next_word):
+                self.error(f"{command_word.rstrip('=')} {EMPTY_VALUE}")
         return super().parse_known_args(command_words, namespace)
 
 
@@ -132,7 +132,7 @@ def say_loading() -> None:
 
 def split_at_script(command_words: list[str]) -> tuple[list[str], list[str]]:
     """Split a command line before the first word that ends in .py."""
-    script_indices = (index for index, word in enumerate(command_words) if word.endswith(".py"))
+    script_indices = (word_index for word_index, word in enumerate(command_words) if word.endswith(".py"))
     script_index = next(script_indices, len(command_words))
     return command_words[:script_index], command_words[script_index:]
 
@@ -165,7 +165,7 @@ def tell_launchers(message: str) -> None:
 
 def tell_torchrun(message: str) -> None:
     """Write the message that torchrun prints when it reports this process's failure."""
-    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    if torchrun_error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         failure_record = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError):
-            Path(error_file).write_text(json.dumps({"message": failure_record}))
+            Path(torchrun_error_file).write_text(json.dumps({"message": failure_record}))

@@ -93,8 +93,8 @@ def report_to_launcher(event_type: str, **event_fields: Any) -> None:
     if events_file := os.environ.get(EVENTS_FILE_VARIABLE):
         event_line = json.dumps({"event": event_type} | event_fields) + "\n"
         # Write each line with a single system call, because several processes append to the file.
-        buffer_size = len(event_line) + 1
-        with contextlib.suppress(OSError), open(events_file, "a", buffering=buffer_size) as event_stream:
+        buffer_bytes = len(event_line) + 1
+        with contextlib.suppress(OSError), open(events_file, "a", buffering=buffer_bytes) as event_stream:
             event_stream.write(event_line)
 
 
@@ -135,6 +135,6 @@ def check_hub_or_go_offline() -> str:
         if not constants.HF_HUB_OFFLINE:
             get_session().head(constants.ENDPOINT, timeout=10)
         return ""  # the Hub is reachable, or the client is already offline
-    except Exception as error:  # the client's HTTP library or a proxy may raise any error
+    except Exception as hub_error:  # the client's HTTP library or a proxy may raise any error
         use_hub_offline()
-        return redacted(str(error))
+        return redacted(str(hub_error))

@@ -53,18 +53,18 @@ def sync(path: Path) -> None:
     path_fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(path_fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+    except OSError as sync_error:
+        if sync_error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
             raise
-        _warn_not_synced(str(error.strerror))
+        _warn_not_synced(str(sync_error.strerror))
     finally:
         os.close(path_fd)
 
 
 @functools.cache
-def _warn_not_synced(reason: str) -> None:
+def _warn_not_synced(sync_error_text: str) -> None:
     log.warning(
-        f"warning: this file system can't sync a folder ({reason})."
+        f"warning: this file system can't sync a folder ({sync_error_text})."
         " If this host crashes, the newest files may be lost."
     )
 
@@ -73,16 +73,16 @@ def retried(read: Callable[Parameters, Returned]) -> Callable[Parameters, Return
     """Decorate a function that reads files, so that a call is retried after TRANSIENT_ERRORS."""
 
     @functools.wraps(read)
-    def read_with_retries(*args: Parameters.args, **options: Parameters.kwargs) -> Returned:
+    def read_with_retries(*read_args: Parameters.args, **read_options: Parameters.kwargs) -> Returned:
         for failed_attempts in range(1, MAX_ATTEMPTS):
             try:
-                return read(*args, **options)
-            except OSError as error:
-                if error.errno not in TRANSIENT_ERRORS:
+                return read(*read_args, **read_options)
+            except OSError as read_error:
+                if read_error.errno not in TRANSIENT_ERRORS:
                     raise
-                note_retry(f"{error.filename or 'a data file'}: {error.strerror}")
+                note_retry(f"{read_error.filename or 'a data file'}: {read_error.strerror}")
                 time.sleep(BACKOFF_S * failed_attempts)
-        return read(*args, **options)
+        return read(*read_args, **read_options)
 
     return read_with_retries
 
@@ -108,13 +108,13 @@ def first_retry_error() -> str:
 @retried
 def sha256_of(path: Path, heartbeat: Callable[[], None] = lambda: None) -> str:
     """Return the SHA-256 of a file as hex digits. Call heartbeat() after every READ_BYTES bytes."""
-    digest = hashlib.sha256()
+    sha256_digest = hashlib.sha256()
     check_regular(path)
-    with open(path, "rb") as file:
-        while chunk := file.read(READ_BYTES):
-            digest.update(chunk)
+    with open(path, "rb") as hashed_file:
+        while file_chunk := hashed_file.read(READ_BYTES):
+            sha256_digest.update(file_chunk)
             heartbeat()
-    return digest.hexdigest()
+    return sha256_digest.hexdigest()
 
 
 def lfs_pointer_problem(content: Path | bytes) -> str:
@@ -122,8 +122,8 @@ def lfs_pointer_problem(content: Path | bytes) -> str:
     if isinstance(content, Path):
         if not content.is_file():
             return ""
-        with open(content, "rb") as file:
-            content = file.read(len(LFS_POINTER_START))
+        with open(content, "rb") as content_file:
+            content = content_file.read(len(LFS_POINTER_START))
     if not content.startswith(LFS_POINTER_START):
         return ""  # not a pointer
     return "the file is a Git LFS pointer. Run `git lfs pull` in the file's repository"
@@ -195,11 +195,11 @@ def describe_free_space(folder: Path, error: OSError) -> str:
 def write_error(subject: str, folder: Path, error: OSError) -> ValueError:
     """Return an error that explains why `subject` could not be written, and states the remedy."""
     is_disk_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    advice = "Make room" if is_disk_full else "Correct the problem"
+    remedy = "Make room" if is_disk_full else "Correct the problem"
     free_space = describe_free_space(folder, error)
     return ValueError(
         f"{subject} can't be written to {folder}: {error.strerror or error} ({free_space})."
-        f" {advice}, then run the same command again to continue from the newest checkpoint"
+        f" {remedy}, then run the same command again to continue from the newest checkpoint"
     )
 
 
@@ -237,7 +237,7 @@ def files_inside(folder: Path, pattern: str) -> list[Path]:
 
     Exclude pipes and link targets.
     """
-    return [path for path in sorted(folder.glob(pattern)) if _is_file_inside(path, folder)]
+    return [file_path for file_path in sorted(folder.glob(pattern)) if _is_file_inside(file_path, folder)]
 
 
 def read_file_inside(folder: Path, file_name: str, max_bytes: int) -> bytes:
@@ -247,18 +247,18 @@ def read_file_inside(folder: Path, file_name: str, max_bytes: int) -> bytes:
         OSError: If the path is not a regular file in the folder, such as a pipe or a link, or if the file is
             larger than max_bytes bytes.
     """
-    file = folder / file_name
-    if not _is_file_inside(file, folder):
-        file.lstat()  # raises FileNotFoundError if the file is missing
+    file_path = folder / file_name
+    if not _is_file_inside(file_path, folder):
+        file_path.lstat()  # raises FileNotFoundError if the file is missing
         raise OSError(errno.EINVAL, "the path is not a regular file in this folder")
-    if file.stat().st_size > max_bytes:
+    if file_path.stat().st_size > max_bytes:
         raise OSError(errno.EFBIG, f"the file is larger than {max_bytes:,} bytes")
-    return file.read_bytes()
+    return file_path.read_bytes()
 
 
-def _is_file_inside(path: Path, folder: Path) -> bool:
+def _is_file_inside(file_path: Path, folder: Path) -> bool:
     """Return True if the path is a regular file in the folder, and not a link to a file elsewhere."""
-    return path.is_file() and path.resolve() == folder.resolve() / path.relative_to(folder)
+    return file_path.is_file() and file_path.resolve() == folder.resolve() / file_path.relative_to(folder)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -272,9 +272,9 @@ def write_csv(path: Path, rows: Iterable[Iterable[object]]) -> None:
     """
     csv_text = io.StringIO()
     csv_writer = csv.writer(csv_text, lineterminator="\n")
-    for row in rows:
-        cells = map(printable, row)
-        csv_writer.writerow([f"'{cell}" if cell.startswith(FORMULA_STARTS) else cell for cell in cells])
+    for csv_row in rows:
+        row_cells = map(printable, csv_row)
+        csv_writer.writerow([f"'{cell}" if cell.startswith(FORMULA_STARTS) else cell for cell in row_cells])
     write_text(path, csv_text.getvalue())
 
 
@@ -290,10 +290,10 @@ def write_bytes(path: Path, content: bytes) -> None:
     temporary_path = path.with_name(f".{path.name}.tmp")
     discard(temporary_path)  # left behind by a killed process, or a link created by another person
     try:
-        with open(temporary_path, "xb") as file:  # mode x fails if the path is a link
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        with open(temporary_path, "xb") as temporary_file:  # mode x fails if the path is a link
+            temporary_file.write(content)
+            temporary_file.flush()
+            os.fsync(temporary_file.fileno())
         temporary_path.replace(path)
         sync(path.parent)
     except OSError:
@@ -327,11 +327,11 @@ def parse_json(content: bytes | str, source: object, pairs_hook: Any = None) -> 
         json_object = json.loads(content, object_pairs_hook=pairs_hook)
     except RecursionError:
         raise ValueError(f"{source} can't be read because the JSON is nested too deeply") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{source}, line {error.lineno}, is not valid JSON: {error.msg}") from None
-    except ValueError as error:
-        reason = "the text is not UTF-8" if isinstance(error, UnicodeDecodeError) else error
-        raise ValueError(f"{source} can't be read as JSON: {reason}") from None
+    except json.JSONDecodeError as json_error:
+        raise ValueError(f"{source}, line {json_error.lineno}, is not valid JSON: {json_error.msg}") from None
+    except ValueError as json_error:
+        parse_problem = "the text is not UTF-8" if isinstance(json_error, UnicodeDecodeError) else json_error
+        raise ValueError(f"{source} can't be read as JSON: {parse_problem}") from None
     if not isinstance(json_object, dict):
         raise ValueError(f"{source} does not contain a JSON object")
     return json_object
@@ -349,43 +349,43 @@ def _strict_loader() -> type:
     class StrictLoader(yaml.SafeLoader):
         def compose_node(self, parent, index):
             if self.check_event(yaml.AliasEvent):
-                position, problem = self.peek_event().start_mark, "YAML aliases (*name) are not supported"
-                raise yaml.composer.ComposerError(None, None, problem, position)
+                mark, alias_problem = self.peek_event().start_mark, "YAML aliases (*name) are not supported"
+                raise yaml.composer.ComposerError(None, None, alias_problem, mark)
             return super().compose_node(parent, index)
 
         def construct_mapping(self, node, deep=False):
             seen_keys = set()
             for key_node, _ in node.value:
                 if key_node.value in seen_keys:
-                    problem = f"the key {shortened(str(key_node.value))} appears more than once"
-                    raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+                    key_problem = f"the key {shortened(str(key_node.value))} appears more than once"
+                    raise yaml.constructor.ConstructorError(None, None, key_problem, key_node.start_mark)
                 seen_keys.add(key_node.value)
             return super().construct_mapping(node, deep)
 
         def construct_number(self, node):
             is_integer = node.tag.endswith("int")
-            number = self.construct_yaml_int(node) if is_integer else self.construct_yaml_float(node)
+            parsed_number = self.construct_yaml_int(node) if is_integer else self.construct_yaml_float(node)
             is_base_8 = is_integer and re.fullmatch("[+-]?0[0-9_]+", node.value)
             is_base_60 = ":" in node.value
             if is_base_8 or is_base_60:
-                problem = (
-                    f"YAML reads {node.value} as the number {number}."
-                    f" Write {number}, or put quotes around the text"
+                number_problem = (
+                    f"YAML reads {node.value} as the number {parsed_number}."
+                    f" Write {parsed_number}, or put quotes around the text"
                 )
-                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
-            return number
+                raise yaml.constructor.ConstructorError(None, None, number_problem, node.start_mark)
+            return parsed_number
 
-    for type_name in ("int", "float"):
-        StrictLoader.add_constructor(f"tag:yaml.org,2002:{type_name}", StrictLoader.construct_number)
+    for number_type in ("int", "float"):
+        StrictLoader.add_constructor(f"tag:yaml.org,2002:{number_type}", StrictLoader.construct_number)
     return StrictLoader
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Convert the pairs from json.loads to a dict. Raise ValueError if a key appears more than once."""
-    key_counts = Counter(key for key, _ in pairs)
-    for key, count in key_counts.items():
-        if count > 1:
-            raise ValueError(f"the key {shortened(key)} appears more than once")
+    key_counts = Counter(json_key for json_key, _ in pairs)
+    for json_key, key_count in key_counts.items():
+        if key_count > 1:
+            raise ValueError(f"the key {shortened(json_key)} appears more than once")
     return dict(pairs)
 
 
@@ -398,20 +398,20 @@ def read_yaml(flag: str, file: Path) -> dict[str, Any]:
     """
     import yaml
 
-    source = f"{flag} {file}"
+    source_label = f"{flag} {file}"
     try:
-        content = yaml.load(file.read_text(), _strict_loader())
+        yaml_content = yaml.load(file.read_text(), _strict_loader())
     except RecursionError:
-        raise ValueError(f"{source} can't be read because the YAML is nested too deeply") from None
+        raise ValueError(f"{source_label} can't be read because the YAML is nested too deeply") from None
     except yaml.YAMLError as error:
         error_position = getattr(error, "problem_mark", None)
-        line_number = f", line {error_position.line + 1}" if error_position else ""
-        raise ValueError(f"{source}{line_number}: {getattr(error, 'problem', None) or error}") from None
+        line_text = f", line {error_position.line + 1}" if error_position else ""
+        raise ValueError(f"{source_label}{line_text}: {getattr(error, 'problem', None) or error}") from None
     except (OSError, ValueError) as error:  # invalid UTF-8 and nonexistent dates raise ValueError
-        raise ValueError(f"{source}: {getattr(error, 'strerror', None) or error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{source}: the file must contain `key: value` lines")
-    return content
+        raise ValueError(f"{source_label}: {getattr(error, 'strerror', None) or error}") from None
+    if not isinstance(yaml_content, dict):
+        raise ValueError(f"{source_label}: the file must contain `key: value` lines")
+    return yaml_content
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
@@ -436,14 +436,14 @@ def split_by_type(
     Unknown keys and null values are in neither result.
     """
     matching_values, mistyped_keys = {}, []
-    for key, value in content.items():
-        value_type = type_by_key.get(key, type_by_key.get(OTHER_KEYS))
-        if value_type is None or value is None:
+    for json_key, json_value in content.items():
+        value_type = type_by_key.get(json_key, type_by_key.get(OTHER_KEYS))
+        if value_type is None or json_value is None:
             continue  # in neither result
-        if has_type(value, value_type):
-            matching_values[key] = value
+        if has_type(json_value, value_type):
+            matching_values[json_key] = json_value
         else:
-            mistyped_keys.append(key)
+            mistyped_keys.append(json_key)
     return matching_values, mistyped_keys
 
 
@@ -465,10 +465,10 @@ def has_type(value: Any, value_type: ValueType) -> bool:
         )
     if isinstance(value_type, list) or typing.get_origin(value_type) in (list, tuple):
         item_type, *_ = value_type if isinstance(value_type, list) else typing.get_args(value_type)
-        return isinstance(value, list) and all(has_type(item, item_type) for item in value)
+        return isinstance(value, list) and all(has_type(json_item, item_type) for json_item in value)
     if typing.get_origin(value_type) is dict:
         _, item_type = typing.get_args(value_type)
-        return isinstance(value, dict) and all(has_type(item, item_type) for item in value.values())
+        return isinstance(value, dict) and all(has_type(json_item, item_type) for json_item in value.values())
     if isinstance(value, bool) or value_type is bool:
         return isinstance(value, bool) and value_type is bool
     if value_type in (int, float):

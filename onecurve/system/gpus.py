@@ -36,42 +36,42 @@ def list_gpus() -> GpuInventory:
         return GpuInventory()
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
         return GpuInventory()
-    except pynvml.NVMLError as error:
-        return GpuInventory(problem=str(error))
+    except pynvml.NVMLError as nvml_error:
+        return GpuInventory(problem=str(nvml_error))
     try:
-        cuda_number = _query(pynvml, pynvml.nvmlSystemGetCudaDriverVersion_v2) or 0
+        nvml_cuda_number = _query(pynvml, pynvml.nvmlSystemGetCudaDriverVersion_v2) or 0
         driver_version = _query(pynvml, pynvml.nvmlSystemGetDriverVersion)
         gpu_count = pynvml.nvmlDeviceGetCount()
         gpu_handles = [pynvml.nvmlDeviceGetHandleByIndex(gpu_index) for gpu_index in range(gpu_count)]
         gpus = tuple(_describe_gpu(pynvml, gpu_handle, gpu_handles) for gpu_handle in gpu_handles)
         # NVML reports CUDA 12.4 as the number 12040.
-        driver_cuda = divmod(cuda_number // 10, 100) if cuda_number else None
+        driver_cuda = divmod(nvml_cuda_number // 10, 100) if nvml_cuda_number else None
         return GpuInventory(driver_version, driver_cuda, gpus)
-    except pynvml.NVMLError as error:  # raised, for example, for a GPU that has fallen off the bus
-        return GpuInventory(problem=str(error))
+    except pynvml.NVMLError as nvml_error:  # raised, for example, for a GPU that has fallen off the bus
+        return GpuInventory(problem=str(nvml_error))
     finally:
         pynvml.nvmlShutdown()
 
 
 def _describe_gpu(pynvml: Any, gpu_handle: Any, all_handles: list[Any]) -> dict[str, Any]:
-    memory = _query(pynvml, pynvml.nvmlDeviceGetMemoryInfo, gpu_handle)
-    capability = _query(pynvml, pynvml.nvmlDeviceGetCudaComputeCapability, gpu_handle)
-    processes = _query(pynvml, pynvml.nvmlDeviceGetComputeRunningProcesses, gpu_handle) or []
-    peer_handles = [handle for handle in all_handles if handle is not gpu_handle]
+    gpu_memory = _query(pynvml, pynvml.nvmlDeviceGetMemoryInfo, gpu_handle)
+    compute_capability = _query(pynvml, pynvml.nvmlDeviceGetCudaComputeCapability, gpu_handle)
+    gpu_processes = _query(pynvml, pynvml.nvmlDeviceGetComputeRunningProcesses, gpu_handle) or []
+    peer_handles = [other_handle for other_handle in all_handles if other_handle is not gpu_handle]
     return {
         "name": _query(pynvml, pynvml.nvmlDeviceGetName, gpu_handle) or "a GPU",
-        "capability": list(capability) if capability else None,
-        "memory_gib": memory and memory.total / 2**30,
-        "free_gib": memory and memory.free / 2**30,
-        "held_by": [_pid_and_name(process.pid) for process in processes],
+        "capability": list(compute_capability) if compute_capability else None,
+        "memory_gib": gpu_memory and gpu_memory.total / 2**30,
+        "free_gib": gpu_memory and gpu_memory.free / 2**30,
+        "held_by": [_pid_and_name(gpu_process.pid) for gpu_process in gpu_processes],
         "peers": [_can_read_peer(pynvml, gpu_handle, peer_handle) for peer_handle in peer_handles],
     }
 
 
-def _query(pynvml: Any, nvml_function: Callable[..., Any], *arguments: Any) -> Any:
+def _query(pynvml: Any, nvml_function: Callable[..., Any], *nvml_arguments: Any) -> Any:
     """Return the result of an NVML query, or None if the query fails."""
     try:
-        return nvml_function(*arguments)
+        return nvml_function(*nvml_arguments)
     except pynvml.NVMLError:
         return None  # the query failed
 
@@ -98,9 +98,9 @@ def torch_cuda() -> str | None:
     torch_spec = importlib.util.find_spec("torch")
     if torch_spec is None or torch_spec.origin is None:
         return None  # torch is not installed
-    version_code = Path(torch_spec.origin).with_name("version.py").read_text()
-    cuda_version = re.search(r"^cuda[^=\n]*= '([\d.]+)'", version_code, re.MULTILINE)
-    return cuda_version and cuda_version[1]
+    version_file_text = Path(torch_spec.origin).with_name("version.py").read_text()
+    version_match = re.search(r"^cuda[^=\n]*= '([\d.]+)'", version_file_text, re.MULTILINE)
+    return version_match and version_match[1]
 
 
 def driver_problem(devices: GpuInventory, torch_cuda_version: str | None) -> str | None:
@@ -128,8 +128,8 @@ def needed_driver(cuda_version: str) -> str:
     return f"driver {min_driver} or newer" if min_driver else "a newer driver"
 
 
-def _major_version(version: str) -> int:
-    return int(version.partition(".")[0])
+def _major_version(cuda_version: str) -> int:
+    return int(cuda_version.partition(".")[0])
 
 
 def visible_devices(gpu_indices: Sequence[int]) -> dict[str, str]:

@@ -13,8 +13,8 @@ class _PlainLines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         # Look up sys.stdout and sys.stderr for each line, because progress bars and tests replace these
         # streams.
-        stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
-        print(self.format(record), file=stream, flush=True)
+        output_stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
+        print(self.format(record), file=output_stream, flush=True)
 
 
 log = logging.getLogger("onecurve")

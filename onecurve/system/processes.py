@@ -21,8 +21,8 @@ from onecurve.system.files import read_yaml
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 START_TIME_INDEX = 19  # index of a process's start time in the result of _stat_fields()
 PROBE_PORT = 9  # the discard service; interface_to() sends no packet to this port
-LAUNCHERS = ("accelerate", "accelerate-launch", "deepspeed", "torchrun", "launch.py")
-LAUNCHER_MODULES = ("accelerate.commands.", "deepspeed.launcher.", "torch.distributed.")
+LAUNCHERS = ("accelerate", "accelerate-launch", "deepspeed", "torchrun", "launch.py")  # program names
+LAUNCHER_MODULES = ("accelerate.commands.", "deepspeed.launcher.", "torch.distributed.")  # module prefixes
 # Environment variables that launchers set and that users rarely set
 LAUNCHER_VARIABLES = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND", "CROSS_RANK")
 OUT_OF_MEMORY_MESSAGES = (  # substrings of out-of-memory messages
@@ -59,19 +59,19 @@ class Ancestor(NamedTuple):
 
     def launcher(self, within: int | None = None) -> str:
         """Return the launcher or launcher module in the first `within` words of a Python command, or ""."""
-        program_name, *word_names = (Path(word).name for word in self.words[:within])
+        program_name, *argument_names = (Path(command_word).name for command_word in self.words[:within])
         if not program_name.startswith("python"):
             return ""  # not a Python command
-        for word_name in word_names:
-            if word_name in LAUNCHERS or word_name.startswith(LAUNCHER_MODULES):
-                return word_name
+        for argument_name in argument_names:
+            if argument_name in LAUNCHERS or argument_name.startswith(LAUNCHER_MODULES):
+                return argument_name
         return ""  # not a launcher
 
     def flag(self, name_pattern: str) -> str:
         """Return the value of the first flag whose name matches the pattern, or an empty string."""
         command_line = "\0".join(self.words)
-        match = re.search(rf"\0--?{name_pattern}[=\0]([^\0]*)", command_line)
-        return match[1] if match else ""
+        flag_match = re.search(rf"\0--?{name_pattern}[=\0]([^\0]*)", command_line)
+        return flag_match[1] if flag_match else ""
 
 
 @cache
@@ -107,7 +107,7 @@ def is_orphan() -> bool:
     parent, *_ = ancestors()  # ancestors() may have run before or after the launcher died
     program_name = Path(parent.words[0]).name
     is_pid_1_launcher = parent.process.pid == 1 and program_name.startswith(("python", "bash", "sh"))
-    was_launched = any(variable in os.environ for variable in LAUNCHER_VARIABLES)
+    was_launched = any(launcher_variable in os.environ for launcher_variable in LAUNCHER_VARIABLES)
     return os.getppid() == 1 and not is_pid_1_launcher and was_launched
 
 
@@ -118,7 +118,7 @@ def launcher_sigterm_warning() -> str | None:
     `deepspeed`, and `accelerate launch` with one process, do not handle SIGTERM. Outside of a container, the
     result is always None.
     """
-    if not any(process.pid == 1 for process in launchers()):
+    if not any(launcher_process.pid == 1 for launcher_process in launchers()):
         return None  # the launcher is not PID 1
     launcher_status = Path("/proc/1/status").read_text()
     caught_signals = re.search(r"^SigCgt:\s*(\w+)", launcher_status, re.MULTILINE)  # hexadecimal bit mask
@@ -138,8 +138,8 @@ def accelerate_config() -> dict[str, Any]:
     for ancestor in ancestors():
         if ancestor.launcher().startswith("accelerate"):
             with contextlib.suppress(psutil.Error):
-                config_flag = ancestor.flag("config[_-]file")
-                config_path = Path(ancestor.process.cwd(), config_flag or default_config_file)
+                config_argument = ancestor.flag("config[_-]file")
+                config_path = Path(ancestor.process.cwd(), config_argument or default_config_file)
                 return read_yaml("--config_file", config_path) if config_path.is_file() else {}
     return {}  # `accelerate launch` did not start this process, or is hidden
 
@@ -207,17 +207,17 @@ def allowed_cores(
 def _cpu_quotas(cgroup_file: Path, cgroup_root: Path) -> Iterator[float]:
     """Yield the CPU quotas of this process's control groups and their parents, in cores (cgroups(7))."""
     for cgroup_line in cgroup_file.read_text().splitlines() if cgroup_file.exists() else ():
-        _, controllers, cgroup = cgroup_line.split(":", 2)
-        is_v1 = "cpu" in controllers.split(",")
-        if controllers and not is_v1:
+        _, controllers, process_cgroup = cgroup_line.split(":", 2)
+        is_cgroup_v1 = "cpu" in controllers.split(",")
+        if controllers and not is_cgroup_v1:
             continue  # a control group without CPU quotas
-        quota_file_names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_v1 else ("cpu.max",)
-        for cgroup_path in (Path(cgroup), *Path(cgroup).parents):
-            folder = cgroup_root / ("cpu" if is_v1 else "") / str(cgroup_path).lstrip("/")
+        quota_file_names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_cgroup_v1 else ("cpu.max",)
+        for cgroup_path in (Path(process_cgroup), *Path(process_cgroup).parents):
+            quota_folder = cgroup_root / ("cpu" if is_cgroup_v1 else "") / str(cgroup_path).lstrip("/")
             # inside a container, the root is the container's control group
             with contextlib.suppress(OSError):
-                file_texts = [(folder / file_name).read_text() for file_name in quota_file_names]
-                quota_us, period_us = " ".join(file_texts).split()
+                quota_texts = [(quota_folder / file_name).read_text() for file_name in quota_file_names]
+                quota_us, period_us = " ".join(quota_texts).split()
                 if quota_us not in ("max", "-1"):  # these values mean no limit
                     yield int(quota_us) / int(period_us)
 
@@ -235,22 +235,22 @@ def adopt_orphans(adopt: bool = True) -> None:
 def running_descendants(excluded_pids: Collection[int] = ()) -> list[psutil.Process]:
     """Return all running descendants of this process, except `excluded_pids`. Reap adopted zombies."""
     descendants = []
-    for process in psutil.Process().children(recursive=True):
+    for descendant in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error, ChildProcessError):
-            if process.pid in excluded_pids:
+            if descendant.pid in excluded_pids:
                 continue
-            if process.status() != psutil.STATUS_ZOMBIE:
-                descendants.append(process)
-            elif process.ppid() == os.getpid():
-                os.waitpid(process.pid, os.WNOHANG)
+            if descendant.status() != psutil.STATUS_ZOMBIE:
+                descendants.append(descendant)
+            elif descendant.ppid() == os.getpid():
+                os.waitpid(descendant.pid, os.WNOHANG)
     return descendants
 
 
 def kill(processes: Collection[psutil.Process]) -> None:
     """Send SIGKILL to each process that still exists."""
-    for process in processes:
+    for killed_process in processes:
         with contextlib.suppress(psutil.Error):
-            process.kill()
+            killed_process.kill()
 
 
 def says_out_of_memory(error_text: str, has_memory_limit: bool = False) -> bool:
@@ -261,7 +261,7 @@ def says_out_of_memory(error_text: str, has_memory_limit: bool = False) -> bool:
         has_memory_limit: True if the process had a memory limit.
     """
     memory_messages = OUT_OF_MEMORY_MESSAGES + (LIMITED_MEMORY_MESSAGES if has_memory_limit else ())
-    return any(message in error_text for message in memory_messages)
+    return any(memory_message in error_text for memory_message in memory_messages)
 
 
 # --- Network
@@ -277,14 +277,14 @@ def interface_to(address: str) -> tuple[str, str]:
         ValueError: If this host has no route to the address.
     """
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, PROBE_PORT))  # does not send a packet
-            local_address, _ = probe.getsockname()
-    except OSError as error:
-        message = f"this host has no IPv4 route to {address} ({error.strerror or error})"
-        if isinstance(error, socket.gaierror):
-            message = f"{message}. Set --master_addr to an IPv4 address"
-        raise ValueError(message) from None
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe_socket:
+            probe_socket.connect((address, PROBE_PORT))  # does not send a packet
+            local_address, _ = probe_socket.getsockname()
+    except OSError as route_error:
+        route_message = f"this host has no IPv4 route to {address} ({route_error.strerror or route_error})"
+        if isinstance(route_error, socket.gaierror):
+            route_message = f"{route_message}. Set --master_addr to an IPv4 address"
+        raise ValueError(route_message) from None
     for interface_name, interface_addresses in psutil.net_if_addrs().items():
         if any(interface_address.address == local_address for interface_address in interface_addresses):
             return interface_name, local_address
@@ -300,13 +300,13 @@ def interface_problem(env: Mapping[str, str], uses_nccl: bool) -> str | None:
     after "=", or names to exclude after "^".
     """
     host_interfaces = psutil.net_if_addrs().keys()
-    problem = (
+    mismatch_text = (
         f"matches no network interface on this host ({', '.join(host_interfaces)})."
         " Set the variable to one of these interfaces, or unset the variable."
     )
     gloo_value, nccl_value = env.get("GLOO_SOCKET_IFNAME", ""), env.get("NCCL_SOCKET_IFNAME", "")
     if not {*gloo_value.split(",")} <= host_interfaces | {""}:
-        return f"GLOO_SOCKET_IFNAME={gloo_value} {problem}"
+        return f"GLOO_SOCKET_IFNAME={gloo_value} {mismatch_text}"
     nccl_patterns = nccl_value.removeprefix("^").removeprefix("=").split(",")
     has_full_names = nccl_value.removeprefix("^").startswith("=")
     if has_full_names:
@@ -316,7 +316,7 @@ def interface_problem(env: Mapping[str, str], uses_nccl: bool) -> str | None:
     is_exclusion = nccl_value.startswith("^")
     usable_interfaces = host_interfaces - matching_interfaces if is_exclusion else matching_interfaces
     if uses_nccl and not usable_interfaces:
-        return f"NCCL_SOCKET_IFNAME={nccl_value} {problem}"
+        return f"NCCL_SOCKET_IFNAME={nccl_value} {mismatch_text}"
     return None  # both variables match
 
 
@@ -337,9 +337,9 @@ def listening_process(port: int) -> str:
     The text is empty if the operating system hides the process.
     """
     with contextlib.suppress(psutil.Error):
-        for connection in psutil.net_connections("tcp"):
-            is_listener = connection.status == psutil.CONN_LISTEN and connection.pid
-            if is_listener and connection.laddr and connection.laddr.port == port:
-                command_line = shlex.join(psutil.Process(connection.pid).cmdline())
-                return f" by process {connection.pid}, {command_line[:80]}"
+        for tcp_connection in psutil.net_connections("tcp"):
+            is_listener = tcp_connection.status == psutil.CONN_LISTEN and tcp_connection.pid
+            if is_listener and tcp_connection.laddr and tcp_connection.laddr.port == port:
+                command_line = shlex.join(psutil.Process(tcp_connection.pid).cmdline())
+                return f" by process {tcp_connection.pid}, {command_line[:80]}"
     return ""  # no visible process listens on the port

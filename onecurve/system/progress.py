@@ -30,8 +30,8 @@ class Display:
             from rich.progress import BarColumn, Progress, TextColumn
             from rich.table import Column
 
-            layout = Column(no_wrap=True, overflow="ellipsis", ratio=1)
-            text_column = TextColumn("{task.description}", markup=False, table_column=layout)
+            text_layout = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+            text_column = TextColumn("{task.description}", markup=False, table_column=text_layout)
             bar_columns = BarColumn(bar_width=8), text_column
             self.bar = Progress(*bar_columns, console=Console(file=output_stream), expand=True)
             self.bar_task = self.bar.add_task(text, total=total_work)
@@ -90,21 +90,21 @@ class TrainingProgress:
         An empty activity means that the run is training.
         """
         if self.display.is_due():
-            position = f"step {self.step:,}/{self.total_steps:,}"
+            step_text = f"step {self.step:,}/{self.total_steps:,}"
             metrics = {name: self.latest_metrics[name] for name in BAR_METRICS if name in self.latest_metrics}
-            bar_parts = [position, activity, self._remaining_time(), self._format_metrics(metrics)]
+            bar_parts = [step_text, activity, self._remaining_time(), self._format_metrics(metrics)]
             bar_text = "  ".join(filter(None, bar_parts))
-            self.display.show(bar_text if self.display.bar else activity or position, self.step)
+            self.display.show(bar_text if self.display.bar else activity or step_text, self.step)
 
     def show(self, step: int, epoch: float, metrics: dict[str, float]) -> None:
         """Print metrics as a line. A terminal with a bar shows only evaluation lines."""
         self.step, self.latest_metrics = step, self.latest_metrics | metrics
-        position = f"epoch {math.ceil(epoch)}/{self.total_epochs}  step {step:,}/{self.total_steps:,}"
+        position_text = f"epoch {math.ceil(epoch)}/{self.total_epochs}  step {step:,}/{self.total_steps:,}"
         if not self.display.bar:
-            line_parts = [position, self._format_metrics(metrics), self._remaining_time()]
+            line_parts = [position_text, self._format_metrics(metrics), self._remaining_time()]
             self.display.print("  ".join(filter(None, line_parts)))
         elif "val/loss" in metrics:
-            self.display.print(f"{position}  {self._format_metrics(metrics)}")
+            self.display.print(f"{position_text}  {self._format_metrics(metrics)}")
 
     def stop(self) -> None:
         if self.display.bar:
@@ -113,16 +113,16 @@ class TrainingProgress:
         self.display.stop()
 
     def _format_metrics(self, metrics: dict[str, float]) -> str:
-        speed_format = f"{{:,.0f}} {self.unit}/s"
-        format_by_name = {"lr": "lr {:.2e}", "images_per_s": speed_format, "mfu_pct": "MFU {:.1f} %"}
+        speed_template = f"{{:,.0f}} {self.unit}/s"
+        template_by_name = {"lr": "lr {:.2e}", "images_per_s": speed_template, "mfu_pct": "MFU {:.1f} %"}
         prefix_by_split = {"train": "", "val": f"{self.val_name} "}
-        formatted_metrics = []
-        for split_and_name, value in metrics.items():
-            split, _, metric_name = split_and_name.partition("/")
+        metric_texts = []
+        for metric_key, metric_value in metrics.items():
+            split, _, metric_name = metric_key.partition("/")
             label = prefix_by_split.get(split, f"{split} ") + metric_name.replace("_", " ")
-            metric_format = format_by_name.get(metric_name)
-            formatted_metrics.append(metric_format.format(value) if metric_format else f"{label} {value:.4f}")
-        return "  ".join(formatted_metrics)
+            template = template_by_name.get(metric_name)
+            metric_texts.append(template.format(metric_value) if template else f"{label} {metric_value:.4f}")
+        return "  ".join(metric_texts)
 
     def _remaining_time(self) -> str:
         """Estimate the remaining time from the mean speed since the first advance(), evaluations included."""
@@ -166,14 +166,14 @@ class ReadingProgress:
     def end(self, image_count: int, read_bytes: int) -> None:
         self.display.print(f"{self._describe_progress(image_count, read_bytes)}  done")
 
-    def _show_if_due(self, text: str, read_bytes: int) -> None:
+    def _show_if_due(self, progress_text: str, read_bytes: int) -> None:
         if self.display.is_due():
-            self.display.show(text, read_bytes)
+            self.display.show(progress_text, read_bytes)
 
     def _describe_progress(self, image_count: int, read_bytes: int) -> str:
         elapsed_s = max(time.monotonic() - self.began_s, 1e-3)
-        speed = f"{image_count / elapsed_s:,.0f} images/s  {read_bytes / elapsed_s / 1e6:,.0f} MB/s"
-        return f"{self.split}  {image_count:,} images  {self._format_gib(read_bytes)}  {speed}"
+        speed_text = f"{image_count / elapsed_s:,.0f} images/s  {read_bytes / elapsed_s / 1e6:,.0f} MB/s"
+        return f"{self.split}  {image_count:,} images  {self._format_gib(read_bytes)}  {speed_text}"
 
     def _format_gib(self, done_bytes: int) -> str:
         return f"{done_bytes / 2**30:,.2f} of {self.total_bytes / 2**30:,.2f} GiB"

@@ -130,9 +130,9 @@ class ObjectStore:
         with self._explained_errors(f"listing {key_start or 'the prefix'}"):
             paginator = self._client().get_paginator("list_objects_v2")
             pages = paginator.paginate(Bucket=self._bucket, Prefix=self._key_prefix + key_start)
-            full_keys = [entry["Key"] for page in pages for entry in page.get("Contents", ())]
-        keys = (full_key.removeprefix(self._key_prefix) for full_key in full_keys)
-        return sorted(filter(_is_valid_key, keys))
+            full_keys = [object_entry["Key"] for page in pages for object_entry in page.get("Contents", ())]
+        relative_keys = (full_key.removeprefix(self._key_prefix) for full_key in full_keys)
+        return sorted(filter(_is_valid_key, relative_keys))
 
     def read(self, key: str, max_bytes: int = MAX_SMALL_BYTES) -> bytes | None:
         """Return the content of a small object, or None if the object does not exist.
@@ -149,22 +149,22 @@ class ObjectStore:
         with self._explained_errors(f"writing {key}"):
             self._put_object(Body=content, **self._bucket_and_key(key))
 
-    def _put_object(self, **request: Any) -> None:
+    def _put_object(self, **put_request: Any) -> None:
         """Write an object, with a checksum if the store requires one (for example for object retention)."""
         try:
-            self._client().put_object(**request)
-        except Exception as error:
-            if not self._enable_checksums_after(error):
+            self._client().put_object(**put_request)
+        except Exception as put_error:
+            if not self._enable_checksums_after(put_error):
                 raise
-            self._client().put_object(**request)
+            self._client().put_object(**put_request)
 
-    def _enable_checksums_after(self, error: Exception) -> bool:
+    def _enable_checksums_after(self, request_error: Exception) -> bool:
         """Include checksums in later requests if the error means that the store requires checksums.
 
         Returns:
             True if this call has enabled checksums.
         """
-        error_code, http_status, error_message = _parse_error_response(error)
+        error_code, http_status, error_message = _parse_error_response(request_error)
         mentions_checksum = re.search("md5|checksum|digest", error_code + error_message, re.I)
         requires_checksum = http_status == HTTPStatus.BAD_REQUEST and mentions_checksum
         if self._sends_checksums or not requires_checksum:
@@ -185,19 +185,19 @@ class ObjectStore:
         for attempt in range(MAX_ATTEMPTS if self._supports_conditional_writes else 0):
             time.sleep(BACKOFF_S * attempt)
             with self._explained_errors(f"creating {key}"):
-                client = self._client()
+                s3_client = self._client()
                 try:
                     self._put_object(**self._bucket_and_key(key), Body=content, IfNoneMatch="*")
                     return True  # this request created the object
-                except client.exceptions.ClientError as error:
-                    error_code, http_status, _ = _parse_error_response(error)
+                except s3_client.exceptions.ClientError as create_error:
+                    error_code, http_status, _ = _parse_error_response(create_error)
                     if http_status == HTTPStatus.PRECONDITION_FAILED:  # the object exists
-                        was_retried = error.response["ResponseMetadata"].get("RetryAttempts", 0) > 0
+                        was_retried = create_error.response["ResponseMetadata"].get("RetryAttempts", 0) > 0
                         max_bytes = max(len(content), MAX_SMALL_BYTES)
                         return was_retried and self.read(key, max_bytes) == content
                     is_bad_request = http_status == HTTPStatus.BAD_REQUEST
-                    is_invalid = is_bad_request and error_code in ("InvalidArgument", "InvalidRequest")
-                    if is_invalid or http_status == HTTPStatus.NOT_IMPLEMENTED:
+                    is_refused = is_bad_request and error_code in ("InvalidArgument", "InvalidRequest")
+                    if is_refused or http_status == HTTPStatus.NOT_IMPLEMENTED:
                         self._warn_not_conditional()
                         break
                     if http_status != HTTPStatus.CONFLICT:  # a concurrent write, which may still fail
@@ -230,17 +230,17 @@ class ObjectStore:
         )
         with self._explained_errors(f"uploading {key}"):
             for attempt in range(UPLOAD_ATTEMPTS):
-                client = self._client()
+                s3_client = self._client()
                 try:
-                    with create_transfer_manager(client, transfer_config) as transfer_manager:
+                    with create_transfer_manager(s3_client, transfer_config) as transfer_manager:
                         bucket, full_key = self._bucket_and_key(key).values()
                         transfer_manager.upload(str(path), bucket, full_key).result()
                     return
-                except client.exceptions.ClientError as error:
+                except s3_client.exceptions.ClientError as error:
                     # After NoSuchUpload, the stored object may be this file or an older version of it.
                     # The error means that the last request's response was lost, and that the repeated request
                     # found no upload to complete.
-                    was_response_lost = isinstance(error, client.exceptions.NoSuchUpload) and attempt == 0
+                    was_response_lost = isinstance(error, s3_client.exceptions.NoSuchUpload) and attempt == 0
                     if not (was_response_lost or self._enable_checksums_after(error)):
                         raise
 
@@ -261,18 +261,18 @@ class ObjectStore:
         def write_parts() -> None:
             stored_bytes, etag = self.size_and_etag(key) or (None, None)
             if stored_bytes != object_bytes:
-                fault = "does not exist" if stored_bytes is None else f"has {stored_bytes:,} bytes"
+                size_fault = "does not exist" if stored_bytes is None else f"has {stored_bytes:,} bytes"
                 raise WrongSize(
-                    f"{self.url}/{key} {fault}, but {object_bytes:,} bytes are expected."
+                    f"{self.url}/{key} {size_fault}, but {object_bytes:,} bytes are expected."
                     " Use a different copy of the data"
                 )
-            for part in self.stream(key, object_bytes, etag):
+            for object_part in self.stream(key, object_bytes, etag):
                 # Writing fails after the file is closed. This error ends the thread if the caller has
                 # returned early.
-                file.write(part)
+                target_file.write(object_part)
 
         try:
-            with open(path, "wb") as file:
+            with open(path, "wb") as target_file:
                 run_with_heartbeat(write_parts, heartbeat)
         except BaseException:
             path.unlink(missing_ok=True)
@@ -284,8 +284,8 @@ class ObjectStore:
         The ETag changes when the object is replaced.
         """
         with self._explained_errors(f"looking for {key}", allows_absent=True):
-            response = self._client().head_object(**self._bucket_and_key(key))
-            return response["ContentLength"], response.get("ETag")
+            head_response = self._client().head_object(**self._bucket_and_key(key))
+            return head_response["ContentLength"], head_response.get("ETag")
         return None  # the object does not exist
 
     def stream(self, key: str, object_bytes: int, etag: str | None, start: int = 0) -> Iterator[bytes]:
@@ -305,26 +305,26 @@ class ObjectStore:
         while part_futures:
             yield part_futures.popleft().result()
 
-    def _read_part(self, key: str, part_start: int, part_end: int, etag: str | None) -> bytes:
-        conditions = {"IfMatch": etag} if etag else {}
+    def _read_part(self, object_key: str, part_start: int, part_end: int, etag: str | None) -> bytes:
+        etag_condition = {"IfMatch": etag} if etag else {}
         byte_range = f"bytes={part_start}-{part_end - 1}"  # HTTP ranges include the last byte
-        with self._explained_errors(f"reading {key}"):
-            return self._read_body(key, part_end - part_start, Range=byte_range, **conditions)
+        with self._explained_errors(f"reading {object_key}"):
+            return self._read_body(object_key, part_end - part_start, Range=byte_range, **etag_condition)
 
-    def _read_body(self, key: str, max_bytes: int, **request: str) -> bytes:
+    def _read_body(self, object_key: str, max_bytes: int, **get_request: str) -> bytes:
         """Read an object or a byte range. Make up to MAX_ATTEMPTS requests if connections break."""
         for attempt in range(MAX_ATTEMPTS):
             time.sleep(BACKOFF_S * attempt)
-            response = self._client().get_object(**self._bucket_and_key(key), **request)
-            if response["ContentLength"] > max_bytes:
-                response["Body"].close()
+            get_response = self._client().get_object(**self._bucket_and_key(object_key), **get_request)
+            if get_response["ContentLength"] > max_bytes:
+                get_response["Body"].close()
                 raise StoreError(
-                    f"{self.url}/{key} has {response['ContentLength']:,} bytes,"
+                    f"{self.url}/{object_key} has {get_response['ContentLength']:,} bytes,"
                     f" but at most {max_bytes:,} bytes are expected."
                     " The object was replaced, or the store ignores byte ranges"
                 )
             try:
-                return response["Body"].read()
+                return get_response["Body"].read()
             except Exception:  # botocore and urllib3 raise various errors for a lost or silent connection
                 if attempt == MAX_ATTEMPTS - 1:
                     raise
@@ -335,30 +335,30 @@ class ObjectStore:
 
         Each request deletes only one object, because some stores require Content-MD5 for bulk requests.
         """
-        for key in keys:
-            with self._explained_errors(f"deleting {key}", allows_absent=True):
-                self._client().delete_object(**self._bucket_and_key(key))
+        for object_key in keys:
+            with self._explained_errors(f"deleting {object_key}", allows_absent=True):
+                self._client().delete_object(**self._bucket_and_key(object_key))
 
-    def _bucket_and_key(self, key: str) -> dict[str, str]:
+    def _bucket_and_key(self, object_key: str) -> dict[str, str]:
         """Return the boto3 arguments that identify an object.
 
         Raise StoreError if the key is a folder or unsafe.
         """
-        if not _is_valid_key(key):
+        if not _is_valid_key(object_key):
             raise StoreError(
-                f"{self.url}: {key!r} is not a valid key."
+                f"{self.url}: {object_key!r} is not a valid key."
                 " Use names separated by single slashes. The names . and .. are not allowed"
             )
-        return {"Bucket": self._bucket, "Key": self._key_prefix + key}
+        return {"Bucket": self._bucket, "Key": self._key_prefix + object_key}
 
     def _client(self) -> "BaseClient":
         """Return this process's client. If two threads each create a client, only one is kept."""
-        client = self._client_by_pid.get(os.getpid())
-        if client is None:
-            client, self._secrets = _connect(self._sends_checksums)
-            self._client_by_pid[os.getpid()] = client
-            self._endpoint, _, _ = client.meta.endpoint_url.partition("?")
-        return client
+        s3_client = self._client_by_pid.get(os.getpid())
+        if s3_client is None:
+            s3_client, self._secrets = _connect(self._sends_checksums)
+            self._client_by_pid[os.getpid()] = s3_client
+            self._endpoint, _, _ = s3_client.meta.endpoint_url.partition("?")
+        return s3_client
 
     @contextmanager
     def _explained_errors(self, operation: str, allows_absent: bool = False) -> Iterator[None]:
@@ -368,21 +368,21 @@ class ObjectStore:
 
         try:
             yield
-        except (BotoCoreError, ClientError, HTTPError) as error:
-            if allows_absent and _parse_error_response(error)[0] in ABSENT_ERROR_CODES:
+        except (BotoCoreError, ClientError, HTTPError) as boto_error:
+            if allows_absent and _parse_error_response(boto_error)[0] in ABSENT_ERROR_CODES:
                 return  # the caller handles a missing object
-            reason = _explain_error(error, self._endpoint, self._secrets)
+            failure_reason = _explain_error(boto_error, self._endpoint, self._secrets)
             # A new client reads the credentials again and starts with a full retry quota.
             self._client_by_pid.pop(os.getpid(), None)
             # Don't chain the errors, because the traceback may show the output of credential helpers.
-            raise StoreError(f"{operation} at {self.url} failed: {reason}") from None
+            raise StoreError(f"{operation} at {self.url} failed: {failure_reason}") from None
 
 
-def _is_valid_key(key: str) -> bool:
+def _is_valid_key(object_key: str) -> bool:
     """Return True if a key has at most 1,024 characters and consists of names other than . and .. ."""
-    names = key.split("/")
-    has_valid_names = all(name not in ("", ".", "..") for name in names)
-    return len(key) <= MAX_KEY_LENGTH and key.isprintable() and has_valid_names
+    key_names = object_key.split("/")
+    has_valid_names = all(key_name not in ("", ".", "..") for key_name in key_names)
+    return len(object_key) <= MAX_KEY_LENGTH and object_key.isprintable() and has_valid_names
 
 
 def _connect(sends_checksums: bool) -> tuple["BaseClient", tuple[str, ...]]:
@@ -397,53 +397,53 @@ def _connect(sends_checksums: bool) -> tuple["BaseClient", tuple[str, ...]]:
     retry_options: dict[str, Any] = {"mode": os.environ.get("AWS_RETRY_MODE", "standard")}
     if "AWS_MAX_ATTEMPTS" not in os.environ:
         retry_options["total_max_attempts"] = MAX_ATTEMPTS
-    timeouts = {"connect_timeout": CONNECT_TIMEOUT_S, "read_timeout": READ_TIMEOUT_S}
-    client_options: dict[str, Any] = {"retries": retry_options, **timeouts}
+    request_timeouts = {"connect_timeout": CONNECT_TIMEOUT_S, "read_timeout": READ_TIMEOUT_S}
+    client_options: dict[str, Any] = {"retries": retry_options, **request_timeouts}
     # Many stores refuse the trailing checksums that boto3 sends by default.
     for option_name in ("request_checksum_calculation", "response_checksum_validation"):
         if f"AWS_{option_name.upper()}" not in os.environ:
             client_options[option_name] = "when_required"
     if sends_checksums:
         client_options["request_checksum_calculation"] = "when_supported"
-    session = boto3.session.Session()
+    boto_session = boto3.session.Session()
     # Requests can't be signed without a region. AWS redirects requests to the correct region, and other
     # stores accept any region.
-    region = session.region_name or os.environ.get("AWS_REGION") or "us-east-1"
+    s3_region = boto_session.region_name or os.environ.get("AWS_REGION") or "us-east-1"
     try:
-        client = session.client("s3", region_name=region, config=Config(**client_options))
+        s3_client = boto_session.client("s3", region_name=s3_region, config=Config(**client_options))
     except ValueError:  # don't show the message, because the quoted URL may contain a password
         raise StoreError(
             "AWS_ENDPOINT_URL or the region is malformed. Use the form https://host[:port] for the URL"
         ) from None
-    if "@" in urlsplit(client.meta.endpoint_url).netloc:
+    if "@" in urlsplit(s3_client.meta.endpoint_url).netloc:
         raise StoreError(
             "AWS_ENDPOINT_URL contains a user name or password. Remove both from the URL,"
             " and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY instead"
         )
-    credentials = session.get_credentials()
-    if not credentials:
-        return client, ()
-    access_key, secret_key, session_token, *_ = credentials.get_frozen_credentials()
-    return client, tuple(filter(None, (access_key, secret_key, session_token)))
+    boto_credentials = boto_session.get_credentials()
+    if not boto_credentials:
+        return s3_client, ()
+    access_key, secret_key, session_token, *_ = boto_credentials.get_frozen_credentials()
+    return s3_client, tuple(filter(None, (access_key, secret_key, session_token)))
 
 
-def _parse_error_response(error: Exception) -> tuple[str, int, str]:
+def _parse_error_response(request_error: Exception) -> tuple[str, int, str]:
     """Return the error code, HTTP status and message in the store's response, or ("", 0, "")."""
-    response = getattr(error, "response", None) or {}
-    error_details = response.get("Error", {})
+    error_response = getattr(request_error, "response", None) or {}
+    error_details = error_response.get("Error", {})
     error_code, error_message = error_details.get("Code", ""), error_details.get("Message", "")
-    http_status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    http_status = error_response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     return str(error_code), http_status, str(error_message)
 
 
-def _explain_error(error: Exception, endpoint: str, credentials: Iterable[str]) -> str:
+def _explain_error(request_error: Exception, endpoint: str, credentials: Iterable[str]) -> str:
     """Describe the store's response or the lost connection, and append the remedy."""
     import yaml
     from botocore import exceptions as boto_errors
     from urllib3.exceptions import HTTPError
 
-    if isinstance(error, boto_errors.ClientError):
-        error_code, http_status, error_message = _parse_error_response(error)
+    if isinstance(request_error, boto_errors.ClientError):
+        error_code, http_status, error_message = _parse_error_response(request_error)
         remedy_by_codes = yaml.safe_load(Path(__file__).with_name("s3_remedies.yaml").read_text())
         remedies = [remedy for codes, remedy in remedy_by_codes.items() if error_code in codes.split()]
         if not remedies and http_status >= HTTPStatus.INTERNAL_SERVER_ERROR:
@@ -451,20 +451,20 @@ def _explain_error(error: Exception, endpoint: str, credentials: Iterable[str]) 
         redacted_code = redacted(error_code, credentials)
         redacted_message = redacted(error_message, credentials)
         return "; ".join([f"{redacted_code} ({http_status}): {redacted_message}", *remedies[:1]])
-    error_name = type(error).__name__
-    if isinstance(error, boto_errors.NoCredentialsError):
+    error_name = type(request_error).__name__
+    if isinstance(request_error, boto_errors.NoCredentialsError):
         return (
             "there are no credentials. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, set AWS_PROFILE,"
             " or use a machine with a role that provides credentials"
         )
-    if isinstance(error, boto_errors.SSLError):
+    if isinstance(request_error, boto_errors.SSLError):
         return (
             f"the TLS certificate of {endpoint} is not trusted."
             " Set AWS_CA_BUNDLE to a file with trusted certificates, or correct the address"
         )
-    if isinstance(error, boto_errors.ProxyConnectionError):
+    if isinstance(request_error, boto_errors.ProxyConnectionError):
         proxy_variable = f"{urlsplit(endpoint).scheme.upper()}_PROXY"
-        proxy_url = redacted(str(error.kwargs.get("proxy_url", "")), credentials)
+        proxy_url = redacted(str(request_error.kwargs.get("proxy_url", "")), credentials)
         return (
             f"the proxy {proxy_url} does not respond."
             f" Correct or unset {proxy_variable}, or add the store's host to NO_PROXY"
@@ -475,10 +475,10 @@ def _explain_error(error: Exception, endpoint: str, credentials: Iterable[str]) 
         boto_errors.IncompleteReadError,
         HTTPError,
     )
-    if isinstance(error, connection_errors):
-        _, _, error_detail = str(getattr(error, "kwargs", {}).get("error", "")).rpartition(": ")
-        reason = redacted(error_detail, credentials)
-        error_cause = f"{error_name}: {reason}" if reason else error_name
+    if isinstance(request_error, connection_errors):
+        _, _, error_detail = str(getattr(request_error, "kwargs", {}).get("error", "")).rpartition(": ")
+        redacted_detail = redacted(error_detail, credentials)
+        error_cause = f"{error_name}: {redacted_detail}" if redacted_detail else error_name
         failure = f"{endpoint} did not send a complete response in {MAX_ATTEMPTS} attempts ({error_cause})"
         return f"{failure}. {CHECK_CONNECTION}"
     return (

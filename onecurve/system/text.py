@@ -47,7 +47,7 @@ def is_printable(text: str) -> bool:
 
 def printable_lines(text: object) -> str:
     """Escape a text like printable(), but keep newlines and tabs."""
-    return re.sub(r"[^\n\t]+", lambda match: printable(match[0]), str(text))
+    return re.sub(r"[^\n\t]+", lambda text_match: printable(text_match[0]), str(text))
 
 
 def safe_message(message: object) -> str:
@@ -57,7 +57,7 @@ def safe_message(message: object) -> str:
     """
     escaped_message = printable_lines(shortened(str(message), MAX_MESSAGE_LENGTH))
     long_word = rf"[^\s/]{{{MAX_QUOTE_LENGTH + 10},}}"  # does not match words that are already shortened
-    return re.sub(long_word, lambda match: shortened(match[0]), escaped_message)
+    return re.sub(long_word, lambda word_match: shortened(word_match[0]), escaped_message)
 
 
 def shortened(text: str, length: int = MAX_QUOTE_LENGTH) -> str:
@@ -94,13 +94,13 @@ def plural(number: object, noun: str) -> str:
 def numbered(name: str) -> Iterator[str]:
     """Yield the infinite sequence `name`, `name-2`, `name-3`, ..."""
     yield name
-    yield from (f"{name}-{number}" for number in count(2))
+    yield from (f"{name}-{suffix}" for suffix in count(2))
 
 
 def natural_sort_key(name: object) -> list[Any]:
     """Return a sort key that compares numbers in names by value, so that 128 is sorted after 64."""
     name_parts = re.split(r"(\d+)", str(name))
-    return [[int(part) if part.isdecimal() else 0, part] for part in name_parts]
+    return [[int(name_part) if name_part.isdecimal() else 0, name_part] for name_part in name_parts]
 
 
 def some_of(names: Sequence[object], max_names: int = 10) -> str:

@@ -31,8 +31,8 @@ def start_daemon(work: Callable[[], Result]) -> Future[Result]:
     def run_work() -> None:
         try:
             work_future.set_result(work())
-        except BaseException as error:
-            work_future.set_exception(error)
+        except BaseException as work_error:
+            work_future.set_exception(work_error)
 
     threading.Thread(target=run_work, daemon=True).start()
     return work_future

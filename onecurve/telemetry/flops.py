@@ -47,14 +47,14 @@ def known_devices() -> tuple[DeviceSpecs, ...]:
     import yaml
 
     entry_by_name = yaml.safe_load(DEVICES_FILE.read_text())
-    return tuple(DeviceSpecs(name, **entry) for name, entry in entry_by_name.items())
+    return tuple(DeviceSpecs(device_name, **entry) for device_name, entry in entry_by_name.items())
 
 
 def find_device(torch_name: str) -> DeviceSpecs | None:
     """Return the entry for a device name from torch, or None if devices.yaml does not contain the device."""
     # "Tesla V100-PCIE-16GB" matches the entry "Tesla V100-PCIE", but "NVIDIA L40" does not match "NVIDIA L4".
-    matches = [device for device in known_devices() if f"{torch_name}-".startswith(f"{device.name}-")]
-    return max(matches, key=lambda device: len(device.name), default=None)
+    device_matches = [device for device in known_devices() if f"{torch_name}-".startswith(f"{device.name}-")]
+    return max(device_matches, key=lambda device: len(device.name), default=None)
 
 
 def flops_per_image(build_model: Callable[[], nn.Module], image_size: int) -> float:
@@ -64,10 +64,10 @@ def flops_per_image(build_model: Callable[[], nn.Module], image_size: int) -> fl
     allocated for weights, and no operations are executed.
     """
     with torch.device("meta"):
-        model, images = build_model(), torch.zeros(2, 3, image_size, image_size)
+        meta_model, image_batch = build_model(), torch.zeros(2, 3, image_size, image_size)
     with FlopCounterMode(display=False) as flop_counter:
-        model(images).sum().backward()
-    return flop_counter.get_total_flops() / len(images)
+        meta_model(image_batch).sum().backward()
+    return flop_counter.get_total_flops() / len(image_batch)
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def utilisation_of_run(
 def total_peak_flops(device_names: list[str], precision: str) -> float | None:
     """Return the total peak performance of the devices, or log unknown GPUs and return None."""
     flops_by_device = {name: peak_flops(name, precision) for name in dict.fromkeys(device_names)}
-    if unknown_devices := [name for name, device_flops in flops_by_device.items() if device_flops is None]:
+    if unknown_devices := [device_name for device_name, flops in flops_by_device.items() if flops is None]:
         first_unknown_device, *_ = unknown_devices
         if not first_unknown_device.startswith("CPU"):
             log.info(
@@ -124,7 +124,7 @@ def total_peak_flops(device_names: list[str], precision: str) -> float | None:
                 f" {', '.join(unknown_devices)} in this precision"
             )
         return None
-    return sum(flops_by_device[name] or 0.0 for name in device_names)
+    return sum(flops_by_device[device_name] or 0.0 for device_name in device_names)
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
@@ -134,11 +134,11 @@ def peak_flops(device_name: str, precision: str) -> float | None:
         device_name: Name of the device, as torch reports it.
         precision: Value of --mixed_precision.
     """
-    device = find_device(device_name)
-    if device is None:
+    device_specs = find_device(device_name)
+    if device_specs is None:
         return None
     fp32_format = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"
     dtype_name = fp32_format if precision == "no" else precision
     # A device without TF32 units computes in fp32 instead.
-    tflops_by_dtype = {"tf32": device.peaks["fp32"]} | device.peaks
+    tflops_by_dtype = {"tf32": device_specs.peaks["fp32"]} | device_specs.peaks
     return 1e12 * tflops_by_dtype[dtype_name] if dtype_name in tflops_by_dtype else None

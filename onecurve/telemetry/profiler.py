@@ -66,11 +66,11 @@ class Profile:
         self.skipped_steps = first_step - 1 - completed_steps
         self.remaining_steps = self.skipped_steps + PROFILED_STEP_COUNT  # Steps until the profile is written
         self.is_on_gpu = device.type == "cuda"
-        activities = [ProfilerActivity.CPU]
+        profiled_activities = [ProfilerActivity.CPU]
         if self.is_on_gpu:
-            activities.append(ProfilerActivity.CUDA)
+            profiled_activities.append(ProfilerActivity.CUDA)
         self.profiler = profile(
-            activities=activities, schedule=self._action_at, on_trace_ready=self._write_profile
+            activities=profiled_activities, schedule=self._action_at, on_trace_ready=self._write_profile
         )
         self.profiler.start()
 
@@ -102,9 +102,9 @@ class Profile:
             sort_key = "self_device_time_total" if self.is_on_gpu else "self_cpu_time_total"
             operator_table = profiler.key_averages().table(sort_by=sort_key, row_limit=MAX_TABLE_ROWS)
             write_text(self.profile_folder / TABLE_FILE, f"{operator_table}\n")
-            step_range = f"{self.first_step:,} to {self.first_step + PROFILED_STEP_COUNT - 1:,}"
+            profiled_range = f"{self.first_step:,} to {self.first_step + PROFILED_STEP_COUNT - 1:,}"
             log.info(
-                f"the profile of steps {step_range} is in {trace_file}."
+                f"the profile of steps {profiled_range} is in {trace_file}."
                 " Open this file in https://ui.perfetto.dev"
             )
         except Exception as error:  # The disk or the profiler may cause many types of errors

@@ -91,14 +91,14 @@ class SampledHost:
 def sampled_hosts(processes: list[ProcessInfo]) -> list[SampledHost]:
     """Return the hosts in rank order. Each local rank 0 adds a host, even if host names repeat."""
     hosts: list[SampledHost] = []
-    for rank, process in enumerate(processes):
-        if process.local_rank == 0:
+    for rank, process_info in enumerate(processes):
+        if process_info.local_rank == 0:
             used_names = {host.name for host in hosts}
-            safe_name = re.sub(r"[^A-Za-z0-9._-]", "_", process.host)
-            unique_name = next(name for name in numbered(safe_name) if name not in used_names)
+            safe_name = re.sub(r"[^A-Za-z0-9._-]", "_", process_info.host)
+            unique_name = next(candidate for candidate in numbered(safe_name) if candidate not in used_names)
             hosts.append(SampledHost(unique_name, rank))
-        if process.gpu_uuid:
-            hosts[-1].gpu_name_by_uuid[process.gpu_uuid] = process.device
+        if process_info.gpu_uuid:
+            hosts[-1].gpu_name_by_uuid[process_info.gpu_uuid] = process_info.device
     return hosts
 
 
@@ -136,9 +136,9 @@ class Telemetry:
         self.unlogged_samples: deque[dict[str, Any]] = deque()
         self.stop_requested = threading.Event()
         self.sampling_thread: threading.Thread | None = None
-        own_host = next((host for host in sampled_hosts(processes) if host.first_rank == rank), None)
-        if own_host and interval_s:
-            self.sampling_thread = threading.Thread(target=self._sample_host, args=(own_host,), daemon=True)
+        this_host = next((host for host in sampled_hosts(processes) if host.first_rank == rank), None)
+        if this_host and interval_s:
+            self.sampling_thread = threading.Thread(target=self._sample_host, args=(this_host,), daemon=True)
             self.sampling_thread.start()
 
     def stop(self) -> None:
@@ -154,25 +154,27 @@ class Telemetry:
     def write_texts(self, named_texts: list[tuple[str, str]]) -> None:
         """Write the (file name, text) pairs from other processes. Only the main process calls this method."""
         try:
-            for file_name, text in named_texts:
-                self._write_text(file_name, text)
+            for file_name, sent_text in named_texts:
+                self._write_text(file_name, sent_text)
         except OSError as error:
             self._warn_once(str(error))
 
     def measurement_means(self) -> dict[str, float]:
         """Return {`telemetry/<name>`: mean since the last call} for the main process's host."""
-        values_by_key: defaultdict[str, list[float]] = defaultdict(list)
+        values_by_metric: defaultdict[str, list[float]] = defaultdict(list)
 
-        def add_measurements(key_prefix: str, names: tuple[str, ...], measurements: dict[str, Any]) -> None:
-            for name in names:
-                if measurements[name] is not None:
-                    values_by_key[f"{key_prefix}{name}"].append(measurements[name])
+        def add_measurements(
+            metric_prefix: str, measurement_names: tuple[str, ...], measured: dict[str, Any]
+        ) -> None:
+            for measurement_name in measurement_names:
+                if measured[measurement_name] is not None:
+                    values_by_metric[f"{metric_prefix}{measurement_name}"].append(measured[measurement_name])
 
         for sample in _take_all(self.unlogged_samples):
             add_measurements("telemetry/", HOST_MEASUREMENTS, sample)
             for gpu_sample in sample.get("gpus", []):
                 add_measurements(f"telemetry/gpu{gpu_sample['index']}_", GPU_MEASUREMENTS, gpu_sample)
-        return {key: fmean(measured_values) for key, measured_values in values_by_key.items()}
+        return {metric: fmean(measured_values) for metric, measured_values in values_by_metric.items()}
 
     def summaries(self) -> list[HostSummary]:
         """Return a summary for each host over all starts. Only the main process calls this method."""
@@ -214,7 +216,7 @@ class Telemetry:
             self._warn_once(f"host {host.name} is no longer sampled ({error})")
 
     def _write_header(self, host: SampledHost) -> None:
-        header = {
+        host_header = {
             "host": host.name,
             "t": round(time.time(), 3),
             "interval_s": self.interval_s,
@@ -223,8 +225,8 @@ class Telemetry:
             "memory_gib": round(psutil.virtual_memory().total / GIB, 3),
         }
         if self.run_folder:
-            header |= {"before_s": round(self.earlier_wall_s, 3), "age_s": round(process_uptime_s(), 3)}
-        self._write_entry(host, header)
+            host_header |= {"before_s": round(self.earlier_wall_s, 3), "age_s": round(process_uptime_s(), 3)}
+        self._write_entry(host, host_header)
 
     def _log_nvidia_smi(self, host: SampledHost) -> None:
         if shutil.which("nvidia-smi") is None:
@@ -240,28 +242,28 @@ class Telemetry:
         report_text = f"# nvidia-smi -q, step {step}, {utc_time}\n{nvidia_smi.stdout}{nvidia_smi.stderr}\n"
         self._write_text(f"nvidia-smi-{host.name}.txt", report_text)
 
-    def _write_entry(self, host: SampledHost, entry: dict[str, Any]) -> None:
-        self._write_text(f"telemetry-{host.name}.jsonl", json.dumps(entry) + "\n")
-        is_sample = "step" in entry
-        if self.run_folder and is_sample:
-            self.unlogged_samples.append(entry)
+    def _write_entry(self, host: SampledHost, telemetry_entry: dict[str, Any]) -> None:
+        self._write_text(f"telemetry-{host.name}.jsonl", json.dumps(telemetry_entry) + "\n")
+        is_sample_entry = "step" in telemetry_entry
+        if self.run_folder and is_sample_entry:
+            self.unlogged_samples.append(telemetry_entry)
 
-    def _write_text(self, file_name: str, text: str) -> None:
+    def _write_text(self, file_name: str, added_text: str) -> None:
         """Append the text to a file in the run folder, or keep it for the main process."""
         if not self.run_folder:
-            self.unsent_texts.append((file_name, text))
+            self.unsent_texts.append((file_name, added_text))
             return
-        with open_to_append(self.run_folder / file_name) as file:
-            if file.tell():
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":  # A full disk has truncated the last line
-                    file.write(b"\n")
-            file.write(text.encode())
+        with open_to_append(self.run_folder / file_name) as appended_file:
+            if appended_file.tell():
+                appended_file.seek(-1, os.SEEK_END)
+                if appended_file.read(1) != b"\n":  # A full disk has truncated the last line
+                    appended_file.write(b"\n")
+            appended_file.write(added_text.encode())
 
-    def _warn_once(self, problem: str) -> None:
-        if problem not in self.reported_problems:
-            self.reported_problems.add(problem)
-            log.info(f"the telemetry is incomplete: {problem}")
+    def _warn_once(self, telemetry_problem: str) -> None:
+        if telemetry_problem not in self.reported_problems:
+            self.reported_problems.add(telemetry_problem)
+            log.info(f"the telemetry is incomplete: {telemetry_problem}")
 
 
 def _take_all(queue: deque[QueueItem]) -> list[QueueItem]:
@@ -284,10 +286,10 @@ class HostMeter:
         """Return the host's utilisation since the last sample."""
         elapsed_s, io_totals_mib, memory = self.since_sample_s(), _io_totals_mib(), psutil.virtual_memory()
         io_rates: dict[str, float | None] = {}
-        for name, total_mib in io_totals_mib.items():
-            earlier_total_mib = self.io_totals_mib[name] or 0
+        for traffic_name, total_mib in io_totals_mib.items():
+            earlier_total_mib = self.io_totals_mib[traffic_name] or 0
             rate_mib_s = total_mib and round(max(0, total_mib - earlier_total_mib) / elapsed_s, 3)
-            io_rates[f"{name}_mib_s"] = rate_mib_s
+            io_rates[f"{traffic_name}_mib_s"] = rate_mib_s
         self.sampled_at, self.io_totals_mib = self.sampled_at + elapsed_s, io_totals_mib
         used_memory_gib = round((memory.total - memory.available) / GIB, 3)
         return {"cpu_pct": psutil.cpu_percent(), "memory_gib": used_memory_gib, **io_rates}
@@ -320,7 +322,7 @@ def open_gpus(uuids: list[str], report_problem: Callable[[str], None]) -> list["
         return []
     try:
         pynvml.nvmlInit()
-        return [Gpu(pynvml, index, uuid, report_problem) for index, uuid in enumerate(uuids)]
+        return [Gpu(pynvml, gpu_index, gpu_uuid, report_problem) for gpu_index, gpu_uuid in enumerate(uuids)]
     except pynvml.NVMLError as error:
         report_problem(f"NVML can't find the job's GPUs ({error})")
         return []
@@ -345,9 +347,9 @@ class Gpu:
         except nvml.NVMLError_NotFound:
             self.handle = nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
         self.bit_by_reason: dict[str, int] = {}  # bit of each throttle reason in NVML's mask
-        for reason in THROTTLE_REASONS:
-            camel_case_reason = reason.title().replace("_", "")
-            self.bit_by_reason[reason] = getattr(nvml, f"nvmlClocksEventReason{camel_case_reason}")
+        for throttle_reason in THROTTLE_REASONS:
+            camel_case_reason = throttle_reason.title().replace("_", "")
+            self.bit_by_reason[throttle_reason] = getattr(nvml, f"nvmlClocksEventReason{camel_case_reason}")
         self.first_energy_mj = self._read_nvml("TotalEnergyConsumption")
 
     def sample(self) -> dict[str, Any]:
@@ -355,7 +357,7 @@ class Gpu:
 
         `energy_wh` is the increase in the GPU's energy counter since this object was created.
         """
-        utilisation_rates, memory = self._read_nvml("UtilizationRates"), self._read_nvml("MemoryInfo")
+        utilisation_rates, gpu_memory = self._read_nvml("UtilizationRates"), self._read_nvml("MemoryInfo")
         power_mw, energy_mj = self._read_nvml("PowerUsage"), self._read_nvml("TotalEnergyConsumption")
         used_energy_wh = None
         if energy_mj is not None and self.first_energy_mj is not None:
@@ -367,7 +369,7 @@ class Gpu:
         return {
             "index": self.index,
             "utilisation_pct": utilisation_rates and utilisation_rates.gpu,
-            "memory_gib": memory and round(memory.used / GIB, 3),
+            "memory_gib": gpu_memory and round(gpu_memory.used / GIB, 3),
             "power_w": None if power_mw is None else power_mw / 1e3,
             "temperature_c": self._read_nvml("Temperature", self.nvml.NVML_TEMPERATURE_GPU),
             "sm_clock_mhz": self._read_nvml("ClockInfo", self.nvml.NVML_CLOCK_SM),
@@ -375,12 +377,12 @@ class Gpu:
             "energy_wh": used_energy_wh,
         }
 
-    def _read_nvml(self, quantity: str, *arguments: Any) -> Any:
+    def _read_nvml(self, nvml_quantity: str, *nvml_arguments: Any) -> Any:
         try:
-            read_quantity = getattr(self.nvml, f"nvmlDeviceGet{quantity}")
-            return read_quantity(self.handle, *arguments)
+            read_quantity = getattr(self.nvml, f"nvmlDeviceGet{nvml_quantity}")
+            return read_quantity(self.handle, *nvml_arguments)
         except self.nvml.NVMLError_NotSupported:
             return None
         except self.nvml.NVMLError as error:
-            self.report_problem(f"NVML could not read {quantity} of GPU {self.index} ({error})")
+            self.report_problem(f"NVML could not read {nvml_quantity} of GPU {self.index} ({error})")
             return None

@@ -99,56 +99,56 @@ def summarize(telemetry_file: Path) -> HostSummary:
         ValueError: If the file contains lines that are not telemetry.
     """
     sample_count, gpu_count, start_count = 0, 0, 0
-    totals: dict[str, MeasurementTotals] = defaultdict(MeasurementTotals)
+    totals_by_measurement: dict[str, MeasurementTotals] = defaultdict(MeasurementTotals)
     throttle_reasons: set[str] = set()
     gpu_energies: dict[tuple[int, int], GpuEnergy] = defaultdict(GpuEnergy)  # {(start, GPU index): energy}
     try:
-        for entry in json_lines(telemetry_file):
-            is_header = "host" in entry
+        for telemetry_entry in json_lines(telemetry_file):
+            is_header = "host" in telemetry_entry
             if is_header:
-                start_count, gpu_count = start_count + 1, len(entry["devices"])
+                start_count, gpu_count = start_count + 1, len(telemetry_entry["devices"])
                 continue
             sample_count += 1
-            for name in HOST_MEASUREMENTS:
-                totals[name].add(entry[name])
-            for gpu in entry.get("gpus", []):
-                for name in GPU_MEASUREMENTS:
-                    totals[f"gpu_{name}"].add(gpu[name])
-                throttled_pct = None if gpu["throttle"] is None else 100 * bool(gpu["throttle"])
-                totals["throttled"].add(throttled_pct)
-                throttle_reasons.update(gpu["throttle"] or ())
-                gpu_energy = gpu_energies[start_count, gpu["index"]]
-                gpu_energy.add_sample(entry["t"], gpu["energy_wh"], gpu["power_w"])
+            for measurement_name in HOST_MEASUREMENTS:
+                totals_by_measurement[measurement_name].add(telemetry_entry[measurement_name])
+            for gpu_sample in telemetry_entry.get("gpus", []):
+                for measurement_name in GPU_MEASUREMENTS:
+                    totals_by_measurement[f"gpu_{measurement_name}"].add(gpu_sample[measurement_name])
+                throttled_pct = None if gpu_sample["throttle"] is None else 100 * bool(gpu_sample["throttle"])
+                totals_by_measurement["throttled"].add(throttled_pct)
+                throttle_reasons.update(gpu_sample["throttle"] or ())
+                gpu_energy = gpu_energies[start_count, gpu_sample["index"]]
+                gpu_energy.add_sample(telemetry_entry["t"], gpu_sample["energy_wh"], gpu_sample["power_w"])
     except (KeyError, TypeError, AttributeError):
         raise ValueError(f"{telemetry_file} contains lines that are not telemetry") from None
     return {
         "host": telemetry_file.stem.removeprefix("telemetry-"),
         "samples": sample_count,
         "gpus": gpu_count,
-        "utilisation_pct": totals["gpu_utilisation_pct"].mean,
-        "gpu_memory_gib": totals["gpu_memory_gib"].maximum,
-        "power_w": totals["gpu_power_w"].mean,
-        "temperature_c": totals["gpu_temperature_c"].maximum,
-        "sm_clock_mhz": totals["gpu_sm_clock_mhz"].mean,
-        "throttled_pct": totals["throttled"].mean,
+        "utilisation_pct": totals_by_measurement["gpu_utilisation_pct"].mean,
+        "gpu_memory_gib": totals_by_measurement["gpu_memory_gib"].maximum,
+        "power_w": totals_by_measurement["gpu_power_w"].mean,
+        "temperature_c": totals_by_measurement["gpu_temperature_c"].maximum,
+        "sm_clock_mhz": totals_by_measurement["gpu_sm_clock_mhz"].mean,
+        "throttled_pct": totals_by_measurement["throttled"].mean,
         "throttle": sorted(throttle_reasons),
         "energy_wh": _sum_unless_unknown([gpu_energy.energy_wh for gpu_energy in gpu_energies.values()]),
-        "cpu_pct": totals["cpu_pct"].mean,
-        "net_sent_mib_s": totals["net_sent_mib_s"].mean,
-        "net_received_mib_s": totals["net_received_mib_s"].mean,
-        "disk_read_mib_s": totals["disk_read_mib_s"].mean,
-        "disk_written_mib_s": totals["disk_written_mib_s"].mean,
-        "memory_gib": totals["memory_gib"].maximum,
+        "cpu_pct": totals_by_measurement["cpu_pct"].mean,
+        "net_sent_mib_s": totals_by_measurement["net_sent_mib_s"].mean,
+        "net_received_mib_s": totals_by_measurement["net_received_mib_s"].mean,
+        "disk_read_mib_s": totals_by_measurement["disk_read_mib_s"].mean,
+        "disk_written_mib_s": totals_by_measurement["disk_written_mib_s"].mean,
+        "memory_gib": totals_by_measurement["memory_gib"].maximum,
     }
 
 
 def energy_wh(summaries: list[HostSummary]) -> float | None:
     """Return all hosts' total energy in Wh, or None if there are no GPUs or a host's energy is unknown."""
-    return _sum_unless_unknown([host["energy_wh"] for host in summaries if host["gpus"]])
+    return _sum_unless_unknown([summary["energy_wh"] for summary in summaries if summary["gpus"]])
 
 
 def _sum_unless_unknown(energies_wh: list[float | None]) -> float | None:
     """Return the total energy in Wh, or None if the list is empty or contains None."""
     known_energies_wh = [energy for energy in energies_wh if energy is not None]
-    are_all_known = 0 < len(known_energies_wh) == len(energies_wh)
-    return sum(known_energies_wh) if are_all_known else None
+    are_all_energies_known = 0 < len(known_energies_wh) == len(energies_wh)
+    return sum(known_energies_wh) if are_all_energies_known else None

@@ -80,8 +80,8 @@ def set_device_to_cpu() -> None:
     import torch
     from accelerate import PartialState
 
-    def set_device(state: Any) -> None:
-        state.device = torch.device("cpu")
+    def set_device(partial_state: Any) -> None:
+        partial_state.device = torch.device("cpu")
 
     PartialState.set_device = set_device
 

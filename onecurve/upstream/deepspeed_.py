@@ -45,7 +45,7 @@ def import_muon() -> None:
     from deepspeed.runtime import compiler
 
     original_compile = compiler.compile
-    compiler.compile = lambda *_, **__: lambda function: function
+    compiler.compile = lambda *_, **__: lambda decorated_function: decorated_function
     importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
     compiler.compile = original_compile
 
@@ -130,21 +130,21 @@ def zero_loss_scale(zero_optimizer: Any) -> tuple[float, int] | None:
     This project's checkpoints store only these two numbers, under every strategy. DeepSpeed's checkpoints
     store the loss scaler as a pickle. The result is None if the loss scale is not dynamic.
     """
-    if (scaler := _dynamic_scaler(zero_optimizer)) is None:
+    if (loss_scaler := _dynamic_scaler(zero_optimizer)) is None:
         return None  # the loss scale is not dynamic
-    return scaler.cur_scale, scaler.cur_iter - scaler.last_overflow_iter - 1
+    return loss_scaler.cur_scale, loss_scaler.cur_iter - loss_scaler.last_overflow_iter - 1
 
 
 def set_zero_loss_scale(zero_optimizer: Any, loss_scale: float, good_steps: int) -> None:
     """Set the fp16 loss scale and the number of steps since the last overflow, as in zero_loss_scale()."""
-    scaler = _dynamic_scaler(zero_optimizer)
-    scaler.cur_scale = loss_scale
-    scaler.cur_iter = scaler.last_overflow_iter + 1 + good_steps
+    loss_scaler = _dynamic_scaler(zero_optimizer)
+    loss_scaler.cur_scale = loss_scale
+    loss_scaler.cur_iter = loss_scaler.last_overflow_iter + 1 + good_steps
 
 
 def _dynamic_scaler(zero_optimizer: Any) -> Any:
-    scaler = getattr(zero_optimizer, "loss_scaler", None)
-    return scaler if getattr(scaler, "dynamic", False) else None
+    loss_scaler = getattr(zero_optimizer, "loss_scaler", None)
+    return loss_scaler if getattr(loss_scaler, "dynamic", False) else None
 
 
 def skip_comparisons() -> None:
@@ -156,8 +156,8 @@ def skip_comparisons() -> None:
     import deepspeed.runtime.zero.stage3
 
     del deepspeed
-    for module_name, module in list(sys.modules.items()):
+    for module_name, deepspeed_module in list(sys.modules.items()):
         if module_name.startswith("deepspeed."):
             for function_name in COMPARISONS:
-                if function_name in vars(module):
-                    setattr(module, function_name, lambda *_, **__: None)
+                if function_name in vars(deepspeed_module):
+                    setattr(deepspeed_module, function_name, lambda *_, **__: None)

@@ -28,10 +28,10 @@ def replace_attention(module: Any, mixin: type) -> None:
 
 
 @cache
-def _attention_class(mixin: type) -> type:
+def _attention_class(attention_mixin: type) -> type:
     import timm.layers
 
-    return type("Attention", (mixin, timm.layers.Attention), {})
+    return type("Attention", (attention_mixin, timm.layers.Attention), {})
 
 
 def replace_patch_convolution(embedding: Any, convolution: type) -> None:

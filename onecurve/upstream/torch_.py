@@ -261,9 +261,9 @@ def reset_fsdp_state(model: Any) -> None:
     comm_context.all_gather_state = None
     comm_context.reduce_scatter_states.clear()
     comm_context._last_post_reduce_events.clear()
-    for module in model.modules():
-        is_fsdp_module = hasattr(module, "unshard")
-        for param_group in module._get_fsdp_state()._fsdp_param_groups if is_fsdp_module else ():
+    for submodule in model.modules():
+        is_fsdp_module = hasattr(submodule, "unshard")
+        for param_group in submodule._get_fsdp_state()._fsdp_param_groups if is_fsdp_module else ():
             param_group._all_gather_result = param_group._post_reduce_event = None
             param_group._all_reduce_state = param_group._reshard_after_forward_event = None
     model.reset_iter_state()

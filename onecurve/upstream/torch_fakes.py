@@ -80,8 +80,8 @@ class _FixedBucketReducer:
     def __init__(self, ddp_reducer: Any):
         self.ddp_reducer = ddp_reducer
 
-    def __getattr__(self, attribute: str) -> Any:
-        return getattr(self.ddp_reducer, attribute)
+    def __getattr__(self, attribute_name: str) -> Any:
+        return getattr(self.ddp_reducer, attribute_name)
 
     def _rebuild_buckets(self) -> bool:
         return False  # no buckets were rebuilt

@@ -54,17 +54,17 @@ def next_batch_size(
     smallest_failed_size = min(failed_sizes)
     if smallest_failed_size - largest_fitting_size <= quantum:
         return None
-    half_difference = max(1, (smallest_failed_size - largest_fitting_size) // (2 * quantum)) * quantum
-    middle_size = largest_fitting_size + half_difference
+    half_size_difference = max(1, (smallest_failed_size - largest_fitting_size) // (2 * quantum)) * quantum
+    midpoint_size = largest_fitting_size + half_size_difference
     if len(gib_by_size) < 2:
         proportional_size = _proportional_size(gib_by_size, limit_gib, quantum)
-        is_untried = largest_fitting_size < proportional_size < smallest_failed_size
-        return proportional_size if is_untried else middle_size
+        is_size_untried = largest_fitting_size < proportional_size < smallest_failed_size
+        return proportional_size if is_size_untried else midpoint_size
     predicted_size = _predicted_size(gib_by_size, limit_gib, quantum)
     if predicted_size < smallest_failed_size:
         return predicted_size
     size_decrease = quantum * 2 ** (len(failed_sizes) - 1)
-    return max(middle_size, smallest_failed_size - size_decrease)
+    return max(midpoint_size, smallest_failed_size - size_decrease)
 
 
 def _predicted_size(gib_by_size: dict[int, float], limit_gib: float, quantum: int) -> int:
@@ -80,12 +80,12 @@ def _predicted_size(gib_by_size: dict[int, float], limit_gib: float, quantum: in
     if gib_per_image <= 0:
         return 4 * largest_fitting_size
     free_gib = limit_gib - gib_by_size[largest_fitting_size]
-    more_images = free_gib / gib_per_image + 1e-6  # 1e-6 compensates rounding errors
-    is_extrapolation = more_images > image_difference
+    more_image_count = free_gib / gib_per_image + 1e-6  # 1e-6 compensates rounding errors
+    is_extrapolation = more_image_count > image_difference
     if is_extrapolation:
-        more_images *= EXTRAPOLATED_SHARE
-    if more_images >= quantum:
-        return largest_fitting_size + int(more_images / quantum) * quantum
+        more_image_count *= EXTRAPOLATED_SHARE
+    if more_image_count >= quantum:
+        return largest_fitting_size + int(more_image_count / quantum) * quantum
     # According to the model, no larger size fits. The step grows if this prediction was wrong more than once.
     wrong_prediction_count = sum(gib + quantum * gib_per_image > limit_gib for gib in gib_by_size.values())
     return largest_fitting_size + quantum * 2 ** max(0, wrong_prediction_count - 2)
@@ -122,7 +122,7 @@ def launch_limited(command: list[str], limit_gib: float | None, timeout_s: float
     Without a limit, for example on GPUs, this function does not sample process memory.
     """
     earlier_pids = {process.pid for process in psutil.Process().children(recursive=True)}
-    start_s, oom_kills_before = time.monotonic(), _count_oom_kills()
+    trial_start_s, oom_kills_before = time.monotonic(), _count_oom_kills()
     largest_data_gib = 0.0
     adopt_orphans()
     with tempfile.TemporaryFile("w+", errors="replace") as output_file:
@@ -139,9 +139,9 @@ def launch_limited(command: list[str], limit_gib: float | None, timeout_s: float
             if limit_gib is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     launcher.wait(timeout_s)
-            while launcher.poll() is None and time.monotonic() - start_s < timeout_s:
+            while launcher.poll() is None and time.monotonic() - trial_start_s < timeout_s:
                 largest_data_gib = max(largest_data_gib, _sample_largest_data_gib(earlier_pids))
-            exit_status = launcher.poll()
+            launcher_status = launcher.poll()
         finally:
             while remaining_processes := running_descendants(earlier_pids):
                 kill(remaining_processes)
@@ -152,12 +152,12 @@ def launch_limited(command: list[str], limit_gib: float | None, timeout_s: float
     was_oom_killed = "SIGKILL" in output_text and _count_oom_kills() > oom_kills_before
     # The launcher does not compute, so a segmentation fault means that a library in the launcher ran out of
     # memory.
-    has_crashed = exit_status == -signal.SIGSEGV
+    launcher_crashed = launcher_status == -signal.SIGSEGV
     is_limited = limit_gib is not None
-    reports_out_of_memory = says_out_of_memory(output_text, is_limited) or (is_limited and has_crashed)
-    is_out_of_memory = exit_status != 0 and (was_oom_killed or reports_out_of_memory)
-    duration_s = time.monotonic() - start_s
-    return LaunchResult(exit_status, output_text, largest_data_gib, duration_s, is_out_of_memory)
+    reports_out_of_memory = says_out_of_memory(output_text, is_limited) or (is_limited and launcher_crashed)
+    is_out_of_memory = launcher_status != 0 and (was_oom_killed or reports_out_of_memory)
+    trial_duration_s = time.monotonic() - trial_start_s
+    return LaunchResult(launcher_status, output_text, largest_data_gib, trial_duration_s, is_out_of_memory)
 
 
 @contextlib.contextmanager
@@ -198,8 +198,8 @@ def _sample_largest_data_gib(earlier_pids: set[int]) -> float:
     trial_pids = {process.pid for process in descendants} - earlier_pids
     status_files = [Path(f"/proc/{pid}/status") for pid in trial_pids]
     largest_data_kib = 0
-    deadline_s = time.monotonic() + LISTING_INTERVAL_S
-    while status_files and time.monotonic() < deadline_s:
+    sampling_deadline_s = time.monotonic() + LISTING_INTERVAL_S
+    while status_files and time.monotonic() < sampling_deadline_s:
         for status_file in status_files:
             with contextlib.suppress(OSError):  # raised if the process has ended
                 data_sizes_kib = re.findall(r"VmData:\s+(\d+)", status_file.read_text())
@@ -210,5 +210,5 @@ def _sample_largest_data_gib(earlier_pids: set[int]) -> float:
 
 def _count_oom_kills() -> int:
     """Return the number of processes that this machine's kernel has OOM-killed."""
-    count_match = re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE)
-    return int(count_match[1]) if count_match else 0
+    oom_kill_match = re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE)
+    return int(oom_kill_match[1]) if oom_kill_match else 0

@@ -102,10 +102,10 @@ class Checks:
                 to check.
         """
         findings: list[Finding] = []
-        checks = [self.host_findings, self.deepspeed_findings, self.network_findings]
-        checks += [self.folder_findings, self.s3_findings, self.all_reduce_findings]
-        for check in checks:
-            findings += check()
+        check_methods = [self.host_findings, self.deepspeed_findings, self.network_findings]
+        check_methods += [self.folder_findings, self.s3_findings, self.all_reduce_findings]
+        for check_method in check_methods:
+            findings += check_method()
             if len(self.facts_by_host) < len(self.clients):
                 break  # the remaining checks need facts about all hosts
         if inspect_model:
@@ -119,35 +119,35 @@ class Checks:
 
         def ask_facts(client: HostClient) -> dict[str, Any]:
             asked_at_s = time.time()
-            timeout_s = DATA_TIMEOUT_S if self.flags.data else ANSWER_TIMEOUT_S
-            answer = client.ask("describe_host", timeout_s, data_location=self.flags.data)
+            facts_timeout_s = DATA_TIMEOUT_S if self.flags.data else ANSWER_TIMEOUT_S
+            facts_answer = client.ask("describe_host", facts_timeout_s, data_location=self.flags.data)
             # The host read the clock between `asked_at_s` and now. The clock is correct if its reading is
             # within this interval.
-            host_clock_s = answer.get("clock", asked_at_s)
+            host_clock_s = facts_answer.get("clock", asked_at_s)
             behind_s, ahead_s = min(host_clock_s - asked_at_s, 0), max(host_clock_s - time.time(), 0)
-            return answer | {"clock_off_s": behind_s + ahead_s}
+            return facts_answer | {"clock_off_s": behind_s + ahead_s}
 
-        for client, answer in _ask_all(self.clients, ask_facts):
-            if "error" in answer:
-                yield Finding(self._failure_code(answer), client.name, answer["error"])
+        for client, facts_answer in _ask_all(self.clients, ask_facts):
+            if "error" in facts_answer:
+                yield Finding(self._failure_code(facts_answer), client.name, facts_answer["error"])
             else:
-                self.facts_by_host[client.name] = answer
+                self.facts_by_host[client.name] = facts_answer
         yield from check_hosts([client.host for client in self.clients], self.facts_by_host)
         yield from compare_hosts(self.facts_by_host)
         host_devices = [host_facts["devices"] for host_facts in self.facts_by_host.values()]
-        self.gpu_facts = [gpu for devices in host_devices for gpu in devices["gpus"]]
+        self.gpu_facts = [gpu for device_facts in host_devices for gpu in device_facts["gpus"]]
         if self.gpu_facts:
             self.checked_codes += ["device-memory", "peer-access", "precision"]
         else:
             self.remarks.append("No host has a GPU. The job would be a rehearsal on CPUs, with gloo.")
 
-    def _failure_code(self, answer: dict[str, Any]) -> str:
+    def _failure_code(self, failed_answer: dict[str, Any]) -> str:
         """Return the finding code for a host that did not return facts."""
-        if "Host key" in answer["error"]:
+        if "Host key" in failed_answer["error"]:
             return "host-key"
-        if self.flags.data and answer["error"].startswith(NO_RESPONSE):
+        if self.flags.data and failed_answer["error"].startswith(NO_RESPONSE):
             return "data"
-        return "ssh" if "gone" in answer else "facts"
+        return "ssh" if "gone" in failed_answer else "facts"
 
     def deepspeed_findings(self) -> Iterator[Finding]:
         """Check that `deepspeed --hostfile` can connect.
@@ -157,14 +157,14 @@ class Checks:
         if not any(host_facts["versions"]["deepspeed"] for host_facts in self.facts_by_host.values()):
             return
         self.checked_codes.append("deepspeed")
-        answers = _ask_all(self.clients, lambda client: {"problem": deepspeed_problem(client.name)})
-        for client, answer in answers:
-            if answer["problem"]:
-                description = f"ssh {client.name} hostname: {answer['problem']}"
-                yield Finding("deepspeed", client.name, description, fails=False)
+        ssh_answers = _ask_all(self.clients, lambda client: {"problem": deepspeed_problem(client.name)})
+        for client, ssh_answer in ssh_answers:
+            if ssh_answer["problem"]:
+                ssh_description = f"ssh {client.name} hostname: {ssh_answer['problem']}"
+                yield Finding("deepspeed", client.name, ssh_description, fails=False)
         if len(self.clients) > 1 and shutil.which("pdsh") is None:
-            description = "pdsh is not installed on this machine"
-            yield Finding("deepspeed", self.first_host_name, description, fails=False)
+            pdsh_description = "pdsh is not installed on this machine"
+            yield Finding("deepspeed", self.first_host_name, pdsh_description, fails=False)
 
     def network_findings(self) -> Iterator[Finding]:
         self.checked_codes += ["interface", "port-taken"]
@@ -173,29 +173,29 @@ class Checks:
         def ask_route(client: HostClient) -> dict[str, Any]:
             return client.ask("find_route", first_host_address=self.first_host_address)
 
-        for client, answer in _ask_all(self.clients, ask_route):
-            self.facts_by_host[client.name]["interface"] = answer.get("interface")
-            if "error" in answer:
-                yield Finding("interface", client.name, answer["error"])
-            elif len(self.clients) > 1 and answer["address"].startswith("127."):
+        for client, route_answer in _ask_all(self.clients, ask_route):
+            self.facts_by_host[client.name]["interface"] = route_answer.get("interface")
+            if "error" in route_answer:
+                yield Finding("interface", client.name, route_answer["error"])
+            elif len(self.clients) > 1 and route_answer["address"].startswith("127."):
                 address_text = f"the first host's address {self.first_host_address}"
-                description = f"{address_text} is a loopback address on this host"
-                yield Finding("interface", client.name, description)
+                loopback_description = f"{address_text} is a loopback address on this host"
+                yield Finding("interface", client.name, loopback_description)
         first_client, *other_clients = self.clients
-        answer = first_client.ask("listen_on_port", port=self.flags.port)
-        self.free_port = answer.get("free_port")
-        if problem := answer.get("taken") or answer.get("error"):
-            yield Finding("port-taken", first_client.name, f"port {self.flags.port}: {problem}")
+        port_answer = first_client.ask("listen_on_port", port=self.flags.port)
+        self.free_port = port_answer.get("free_port")
+        if port_problem := port_answer.get("taken") or port_answer.get("error"):
+            yield Finding("port-taken", first_client.name, f"port {self.flags.port}: {port_problem}")
             return
         self.checked_codes.append("port-closed")
 
         def ask_connection(client: HostClient) -> dict[str, Any]:
             return client.ask("connect_to_port", address=self.first_host_address, port=self.flags.port)
 
-        for client, answer in _ask_all(other_clients, ask_connection):
-            if problem := answer.get("refused") or answer.get("error"):
-                description = f"can't connect to {self.first_host_address}:{self.flags.port}: {problem}"
-                yield Finding("port-closed", client.name, description)
+        for client, connection_answer in _ask_all(other_clients, ask_connection):
+            if tcp_problem := connection_answer.get("refused") or connection_answer.get("error"):
+                port_text = f"can't connect to {self.first_host_address}:{self.flags.port}: {tcp_problem}"
+                yield Finding("port-closed", client.name, port_text)
 
     def folder_findings(self) -> Iterator[Finding]:
         """Check whether all hosts can write to --output_dir.
@@ -211,32 +211,32 @@ class Checks:
             is_first = client is first_client
             return client.ask("probe_folder", folder=folder, token_name=token_name, creates_token=is_first)
 
-        first_answer = ask_folder(first_client)
-        answers = [(first_client, first_answer), *_ask_all(other_clients, ask_folder)]
-        if token_folder := first_answer.get("folder"):
+        first_probe_answer = ask_folder(first_client)
+        probe_answers = [(first_client, first_probe_answer), *_ask_all(other_clients, ask_folder)]
+        if token_folder := first_probe_answer.get("folder"):
             first_client.ask("remove_token", token_file=f"{token_folder}/{token_name}")
-        for client, answer in answers:
+        for client, probe_answer in probe_answers:
             is_first = client is first_client
-            if problem := answer.get("problem") or answer.get("error"):
-                yield Finding("output", client.name, f"can't write to {folder}: {problem}", fails=is_first)
-            elif answer["free_gib"] < DISK_WARNING_GIB:
-                description = f"only {answer['free_gib']:.1f} GiB are free in {answer['folder']}"
-                is_full = answer["free_gib"] < DISK_FAILURE_GIB
-                yield Finding("disk", client.name, description, fails=is_first and is_full)
+            if io_problem := probe_answer.get("problem") or probe_answer.get("error"):
+                yield Finding("output", client.name, f"can't write to {folder}: {io_problem}", fails=is_first)
+            elif probe_answer["free_gib"] < DISK_WARNING_GIB:
+                disk_text = f"only {probe_answer['free_gib']:.1f} GiB are free in {probe_answer['folder']}"
+                is_disk_full = probe_answer["free_gib"] < DISK_FAILURE_GIB
+                yield Finding("disk", client.name, disk_text, fails=is_first and is_disk_full)
         if other_clients:
-            if all(answer.get("sees") for _, answer in answers):
+            if all(probe_answer.get("sees") for _, probe_answer in probe_answers):
                 self.remarks.append(f"{folder} is shared by all hosts.")
             else:
-                explanation = "The job uses the folder on the first host, which is sufficient."
-                self.remarks.append(f"{folder} is not shared. {explanation}")
+                folder_explanation = "The job uses the folder on the first host, which is sufficient."
+                self.remarks.append(f"{folder} is not shared. {folder_explanation}")
 
     def s3_findings(self) -> Iterator[Finding]:
         if self.flags.s3:
             self.checked_codes.append("s3")
             first_client, *_ = self.clients
-            answer = first_client.ask("probe_s3", S3_TIMEOUT_S, url=self.flags.s3)
-            if problem := answer.get("problem") or answer.get("error"):
-                yield Finding("s3", self.first_host_name, problem)
+            s3_answer = first_client.ask("probe_s3", S3_TIMEOUT_S, url=self.flags.s3)
+            if s3_problem := s3_answer.get("problem") or s3_answer.get("error"):
+                yield Finding("s3", self.first_host_name, s3_problem)
 
     def all_reduce_findings(self) -> Iterator[Finding]:
         """Run an all-reduce with one process per device. It may hang even between GPUs in one host."""
@@ -244,8 +244,8 @@ class Checks:
         process_count = sum(slot_counts)
         first_ranks = dict(zip(self.facts_by_host, accumulate(slot_counts, initial=0), strict=False))
         has_unusable_driver = any(map(_find_driver_problem, self.facts_by_host.values()))
-        interfaces = [host_facts["interface"] for host_facts in self.facts_by_host.values()]
-        if process_count < 2 or has_unusable_driver or not all(interfaces):
+        host_interfaces = [host_facts["interface"] for host_facts in self.facts_by_host.values()]
+        if process_count < 2 or has_unusable_driver or not all(host_interfaces):
             return
         self.checked_codes += ["all-reduce"]
         self.checked_codes += ["unsupported-gpu", "unusable-gpu"] if self.gpu_facts else []
@@ -265,19 +265,19 @@ class Checks:
             )
 
         measured_answers = []
-        for client, answer in _ask_all(self.clients, ask_all_reduce):
-            yield from check_all_reduce(client.host, answer)
-            measured_answers += [rank for rank in answer.get("ranks", ()) if "latency_s" in rank]
+        for client, host_answer in _ask_all(self.clients, ask_all_reduce):
+            yield from check_all_reduce(client.host, host_answer)
+            measured_answers += [rank for rank in host_answer.get("ranks", ()) if "latency_s" in rank]
         if len(measured_answers) == process_count:
-            latency_ms = max(rank["latency_s"] for rank in measured_answers) * 1e3
-            gb_per_s = min(rank["gb_per_s"] for rank in measured_answers)
-            backend = f"{measured_answers[0]['backend']} over {', '.join(sorted(set(interfaces)))}"
+            latency_ms = max(rank_answer["latency_s"] for rank_answer in measured_answers) * 1e3
+            gb_per_s = min(rank_answer["gb_per_s"] for rank_answer in measured_answers)
+            backend = f"{measured_answers[0]['backend']} over {', '.join(sorted(set(host_interfaces)))}"
             self.remarks.append(f"all-reduce ({backend}): {latency_ms:.2f} ms, 64 MiB at {gb_per_s:.2f} GB/s")
 
     def job_findings(self, model_facts: dict[str, Any]) -> Iterator[Finding]:
         if "unchecked" in model_facts:
-            reason = model_facts["unchecked"]
-            self.remarks.append(f"The model, strategy and batch size were not checked, because {reason}")
+            skip_reason = model_facts["unchecked"]
+            self.remarks.append(f"The model, strategy and batch size were not checked, because {skip_reason}")
             return
         self.checked_codes.append("script")
         if "error" in model_facts:
@@ -297,8 +297,8 @@ def deepspeed_problem(host_name: str) -> str | None:
         ssh_process = subprocess.run(ssh_command, capture_output=True, text=True, timeout=ANSWER_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return f"{NO_RESPONSE} within {ANSWER_TIMEOUT_S} s"
-    except OSError as error:
-        return str(error)
+    except OSError as ssh_error:
+        return str(ssh_error)
     if ssh_process.returncode == 0:
         return None
     *_, last_error_line = (ssh_process.stderr.strip() or f"exit status {ssh_process.returncode}").splitlines()
@@ -307,8 +307,8 @@ def deepspeed_problem(host_name: str) -> str | None:
 
 def _ask_all(clients: list[HostClient], ask: Callable[[HostClient], dict]) -> list[tuple[HostClient, dict]]:
     """Query all clients in parallel, and return (client, answer) pairs."""
-    with ThreadPoolExecutor(len(clients) or 1) as threads:
-        return list(zip(clients, threads.map(ask, clients), strict=True))
+    with ThreadPoolExecutor(len(clients) or 1) as thread_pool:
+        return list(zip(clients, thread_pool.map(ask, clients), strict=True))
 
 
 def check_hosts(hosts: list[Host], facts_by_host: FactsByHost) -> Iterator[Finding]:
@@ -317,29 +317,29 @@ def check_hosts(hosts: list[Host], facts_by_host: FactsByHost) -> Iterator[Findi
         if (host_facts := facts_by_host.get(host.name)) is None:
             continue
         gpu_facts = host_facts["devices"]["gpus"]
-        if problem := _find_driver_problem(host_facts):
-            is_broken = host_facts["devices"]["problem"]
+        if gpu_problem := _find_driver_problem(host_facts):
+            is_driver_broken = host_facts["devices"]["problem"]
             finding_code = "old-driver" if host_facts["torch_cuda"] else "unusable-gpu"
-            yield Finding("driver-broken" if is_broken else finding_code, host.name, problem)
+            yield Finding("driver-broken" if is_driver_broken else finding_code, host.name, gpu_problem)
         if gpu_facts and (last_slot := max(host.devices)) >= len(gpu_facts):
             gpus_text = plural(len(gpu_facts), "GPU")
-            description = f"the hostfile uses slot {last_slot} (counted from 0), but the host has {gpus_text}"
-            yield Finding("slots", host.name, description)
+            slot_text = f"the hostfile uses slot {last_slot} (counted from 0), but the host has {gpus_text}"
+            yield Finding("slots", host.name, slot_text)
         for gpu_index in host.devices:
             if gpu_index < len(gpu_facts):
                 yield from _check_gpu(host.name, gpu_index, gpu_facts[gpu_index])
-        own_address = host_facts["own_name_is"]
+        own_name_address = host_facts["own_name_is"]
         # Even in a job on one host, torchrun --standalone hangs if the host's name can't be resolved.
-        if own_address is None or (len(hosts) > 1 and own_address.startswith("127.")):
-            resolution = f"resolves to {own_address}" if own_address else "is unknown"
-            description = f"the host's own name {host_facts['hostname']} {resolution} on the host"
-            yield Finding("own-name", host.name, description, fails=False)
+        if own_name_address is None or (len(hosts) > 1 and own_name_address.startswith("127.")):
+            name_resolution = f"resolves to {own_name_address}" if own_name_address else "is unknown"
+            name_description = f"the host's own name {host_facts['hostname']} {name_resolution} on the host"
+            yield Finding("own-name", host.name, name_description, fails=False)
         if (shm_gib := host_facts["shm_gib"]) < SHM_WARNING_GIB:
-            description = f"/dev/shm has only {shm_gib * 1024:.0f} MiB of free space"
-            yield Finding("shm", host.name, description, fails=shm_gib < SHM_FAILURE_GIB)
-        if (file_limit := host_facts["open_files"]) < MIN_OPEN_FILES:
-            description = f"a process can open at most {file_limit} files"
-            yield Finding("open-files", host.name, description, fails=False)
+            shm_description = f"/dev/shm has only {shm_gib * 1024:.0f} MiB of free space"
+            yield Finding("shm", host.name, shm_description, fails=shm_gib < SHM_FAILURE_GIB)
+        if (open_file_limit := host_facts["open_files"]) < MIN_OPEN_FILES:
+            limit_description = f"a process can open at most {open_file_limit} files"
+            yield Finding("open-files", host.name, limit_description, fails=False)
         if host_facts["data"] and host_facts["data"]["problem"]:
             yield Finding("data", host.name, host_facts["data"]["problem"])
 
@@ -352,22 +352,22 @@ def _check_gpu(host_name: str, gpu_index: int, gpu: dict[str, Any]) -> Iterator[
     used_gib = gpu["memory_gib"] - gpu["free_gib"] if gpu["memory_gib"] else 0
     if used_gib > TOLERATED_GPU_SHARE * (gpu["memory_gib"] or 0):
         user_text = f" by process {', '.join(gpu['held_by'])}" if gpu["held_by"] else ""
-        description = f"{used_gib:.1f} GiB of the memory of GPU {gpu_index} are already in use{user_text}"
-        yield Finding("device-memory", host_name, description, fails=False)
+        usage_text = f"{used_gib:.1f} GiB of the memory of GPU {gpu_index} are already in use{user_text}"
+        yield Finding("device-memory", host_name, usage_text, fails=False)
     if gpu["capability"] and gpu["capability"] < MIN_BF16_CAPABILITY:
         gpu_text = f"{gpu['name']}, compute capability {'.'.join(map(str, gpu['capability']))}"
-        description = f"GPU {gpu_index} ({gpu_text}) does not support bf16 natively"
-        yield Finding("precision", host_name, description, fails=False)
+        bf16_description = f"GPU {gpu_index} ({gpu_text}) does not support bf16 natively"
+        yield Finding("precision", host_name, bf16_description, fails=False)
     if not all(gpu["peers"]):
-        description = f"GPU {gpu_index} can't directly access the memory of all other GPUs"
-        yield Finding("peer-access", host_name, description, fails=False)
+        peer_description = f"GPU {gpu_index} can't directly access the memory of all other GPUs"
+        yield Finding("peer-access", host_name, peer_description, fails=False)
 
 
 def compare_hosts(facts_by_host: FactsByHost) -> Iterator[Finding]:
     """Find differences between hosts. The most common value of each fact is considered correct."""
     facts_items = facts_by_host.items()
     for finding_code in ("versions", "code"):
-        fact_names = {name for host_facts in facts_by_host.values() for name in host_facts[finding_code]}
+        fact_names = {fact for host_facts in facts_by_host.values() for fact in host_facts[finding_code]}
         for fact_name in sorted(fact_names):
             value_by_host = {host: facts[finding_code].get(fact_name) for host, facts in facts_items}
             yield from _compare_values(finding_code, fact_name, value_by_host)
@@ -382,8 +382,8 @@ def compare_hosts(facts_by_host: FactsByHost) -> Iterator[Finding]:
     yield from _compare_values("driver", "NCCL", nccl_versions)
     for host_name, host_facts in facts_items:
         if abs(clock_error_s := host_facts["clock_off_s"]) > TOLERATED_CLOCK_ERROR_S:
-            description = f"the host's clock differs from this machine's by {clock_error_s:+.1f} s"
-            yield Finding("clock", host_name, description, fails=False)
+            clock_description = f"the host's clock differs from this machine's by {clock_error_s:+.1f} s"
+            yield Finding("clock", host_name, clock_description, fails=False)
 
 
 def _compare_values(
@@ -391,10 +391,10 @@ def _compare_values(
 ) -> Iterator[Finding]:
     """Find the hosts on which a fact's value is not the most common value."""
     for usual_value, _count in Counter(value_by_host.values()).most_common(1):
-        for host_name, value in value_by_host.items():
-            if value != usual_value:
-                description = f"{fact_name} is {value} on this host, but {usual_value} on other hosts"
-                yield Finding(finding_code, host_name, description, fails)
+        for host_name, host_value in value_by_host.items():
+            if host_value != usual_value:
+                difference = f"{fact_name} is {host_value} on this host, but {usual_value} on other hosts"
+                yield Finding(finding_code, host_name, difference, fails)
 
 
 def _gpu_presence(gpu_facts: list[Any]) -> str:
@@ -408,20 +408,20 @@ def check_all_reduce(host: Host, answer: dict[str, Any]) -> Iterator[Finding]:
         major, minor = rank_answer.get("capability") or (0, 0)
         if "unusable" in rank_answer:
             code_and_description = ("unusable-gpu", rank_answer["unusable"])
-        elif major and not any(runs_on(name, major, minor) for name in rank_answer["built_for"]):
+        elif major and not any(runs_on(arch_name, major, minor) for arch_name in rank_answer["built_for"]):
             architectures = ", ".join(rank_answer["built_for"])
-            built_for = f"torch was built for {architectures}"
-            description = f"{built_for}, but the GPU's architecture is sm_{major}{minor}"
-            code_and_description = ("unsupported-gpu", description)
+            built_for_text = f"torch was built for {architectures}"
+            problem_text = f"{built_for_text}, but the GPU's architecture is sm_{major}{minor}"
+            code_and_description = ("unsupported-gpu", problem_text)
         elif rank_answer["problem"]:
             code_and_description = ("all-reduce", rank_answer["problem"])
         else:
             continue
         slots_by_problem.setdefault(code_and_description, []).append(slot)
-    for (finding_code, description), slots in slots_by_problem.items():
-        has_all_slots = len(slots) == len(host.devices)
-        slot_text = "" if has_all_slots else f"slot {', '.join(map(str, slots))}: "
-        yield Finding(finding_code, host.name, slot_text + description)
+    for (finding_code, problem_text), problem_slots in slots_by_problem.items():
+        have_all_slots_failed = len(problem_slots) == len(host.devices)
+        slot_text = "" if have_all_slots_failed else f"slot {', '.join(map(str, problem_slots))}: "
+        yield Finding(finding_code, host.name, slot_text + problem_text)
     if "error" in answer:
         yield Finding("all-reduce", host.name, answer["error"])
 
@@ -441,12 +441,12 @@ def check_job(
     deepspeed_answers = launch_config.get("deepspeed_config") or {}
     is_zero3 = "zero3" in str(deepspeed_answers.get("deepspeed_config_file"))
     model_gib = PARAMETER_BYTES * model_facts["parameters"] / 2**30
-    fits_easily = smallest_gpu_gib is not None and 0 < model_gib < smallest_gpu_gib / 5
-    if (is_fsdp or is_zero3) and fits_easily:
-        strategy = "FSDP" if is_fsdp else "ZeRO-3"
+    model_fits_easily = smallest_gpu_gib is not None and 0 < model_gib < smallest_gpu_gib / 5
+    if (is_fsdp or is_zero3) and model_fits_easily:
+        sharding_strategy = "FSDP" if is_fsdp else "ZeRO-3"
         model_text = f"a model that needs only {model_gib:.2f} GiB including the optimizer"
-        description = f"{strategy} shards {model_text}, but each GPU has {smallest_gpu_gib:.0f} GiB"
-        yield Finding("strategy", host_name, description, fails=False)
+        shard_text = f"{sharding_strategy} shards {model_text}, but each GPU has {smallest_gpu_gib:.0f} GiB"
+        yield Finding("strategy", host_name, shard_text, fails=False)
     batch_size, image_count = model_facts["batch_size"], model_facts["images"]
     if image_count and batch_size > image_count:
         data_text = f"the {image_count:,} images in {model_facts['data']}"

@@ -43,12 +43,12 @@ _listening_sockets: list[socket.socket] = []  # stay open until this process end
 
 def main() -> None:
     """Answer questions until doctor.py ends and closes the input."""
-    for question_name, arguments in read_requests():
+    for question_name, question_arguments in read_requests():
         try:
-            answer = QUESTIONS[question_name](**arguments)
+            question_answer = QUESTIONS[question_name](**question_arguments)
         except Exception as error:  # the answer contains the error, because later questions may still succeed
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(event_line("answer", answer=answer), flush=True)
+            question_answer = {"error": f"{type(error).__name__}: {error}"}
+        print(event_line("answer", answer=question_answer), flush=True)
 
 
 def describe_host(data_location: str | None) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def describe_host(data_location: str | None) -> dict[str, Any]:
         "hostname": socket.gethostname(),
         "own_name_is": _resolve_host_name(socket.gethostname()),
         "versions": {"python": platform.python_version()}
-        | {package: _package_version(package) for package in COMPARED_PACKAGES},
+        | {package_name: _package_version(package_name) for package_name in COMPARED_PACKAGES},
         "nccl": _nccl_version(),
         "code": code_digests(),
         "devices": list_gpus()._asdict(),
@@ -73,10 +73,10 @@ def describe_host(data_location: str | None) -> dict[str, Any]:
 
 def find_route(first_host_address: str) -> dict[str, Any]:
     """Return the network interface on the route to the master, and this host's address on the interface."""
-    if problem := interface_problem(os.environ, bool(list_gpus().gpus)):
-        raise ValueError(problem)
-    interface, local_address = interface_to(first_host_address)
-    return {"interface": interface, "address": local_address}
+    if network_problem := interface_problem(os.environ, bool(list_gpus().gpus)):
+        raise ValueError(network_problem)
+    network_interface, local_address = interface_to(first_host_address)
+    return {"interface": network_interface, "address": local_address}
 
 
 def listen_on_port(port: int) -> dict[str, Any]:
@@ -86,16 +86,16 @@ def listen_on_port(port: int) -> dict[str, Any]:
     taken_reason = None
     try:
         _listening_sockets.append(socket.create_server(("", port)))
-    except OSError as error:
-        taken_reason = f"{os.strerror(error.errno or 0)}{listening_process(port)}"
+    except OSError as bind_error:
+        taken_reason = f"{os.strerror(bind_error.errno or 0)}{listening_process(port)}"
     return {"taken": taken_reason, "free_port": free_port}
 
 
 def connect_to_port(address: str, port: int) -> dict[str, Any]:
     try:
         socket.create_connection((address, port), timeout=5).close()
-    except OSError as error:
-        return {"refused": error.strerror or str(error)}
+    except OSError as connect_error:
+        return {"refused": connect_error.strerror or str(connect_error)}
     return {"refused": None}
 
 
@@ -120,8 +120,8 @@ def probe_folder(folder: str, token_name: str, creates_token: bool) -> dict[str,
             probe_file.write(b"doctor")
         if creates_token:
             (existing_folder / token_name).touch()
-    except OSError as error:
-        return folder_facts | {"problem": error.strerror}
+    except OSError as write_error:
+        return folder_facts | {"problem": write_error.strerror}
     return folder_facts | {"problem": None, "sees": (existing_folder / token_name).exists()}
 
 
@@ -136,8 +136,8 @@ def probe_s3(url: str) -> dict[str, Any]:
 
     try:
         ObjectStore(url).probe()
-    except ValueError as error:
-        return {"problem": str(error)}
+    except ValueError as s3_error:
+        return {"problem": str(s3_error)}
     return {"problem": None}
 
 
@@ -167,13 +167,13 @@ def run_all_reduce(
         Key `ranks`, a list with one answer per process. Each answer contains torch's facts about the GPU, and
         either the latency and the bandwidth or a `problem`.
     """
-    env = use_interface(interface) | os.environ | visible_devices(device_indices)
-    env |= {"MASTER_ADDR": first_host_address, "MASTER_PORT": str(port), "WORLD_SIZE": str(process_count)}
+    job_env = use_interface(interface) | os.environ | visible_devices(device_indices)
+    job_env |= {"MASTER_ADDR": first_host_address, "MASTER_PORT": str(port), "WORLD_SIZE": str(process_count)}
     gpu_flags = ["--gpus"] if uses_gpus else []
     rank_processes = [
         subprocess.Popen(
             [sys.executable, "-m", "tools.doctor.facts", str(job_timeout_s), *gpu_flags],
-            env=env | {"RANK": str(first_rank + local_rank), "LOCAL_RANK": str(local_rank)},
+            env=job_env | {"RANK": str(first_rank + local_rank), "LOCAL_RANK": str(local_rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -183,23 +183,23 @@ def run_all_reduce(
     ]
     deadline_s = time.monotonic() + job_timeout_s
 
-    def wait_for_answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+    def wait_for_answer(rank_process: subprocess.Popen[str]) -> dict[str, Any]:
         rank_answer: dict[str, Any] = {"problem": None}
         try:
-            output, error_text = process.communicate(timeout=deadline_s - time.monotonic())
+            rank_output, rank_error_text = rank_process.communicate(timeout=deadline_s - time.monotonic())
         except subprocess.TimeoutExpired:
-            process.kill()
-            output, error_text = process.communicate()
+            rank_process.kill()
+            rank_output, rank_error_text = rank_process.communicate()
             rank_answer["problem"] = f"the process did not respond within {job_timeout_s:.0f} s"
-        for answer_line in output.splitlines():
+        for answer_line in rank_output.splitlines():
             rank_answer |= json.loads(answer_line)
-        if process.returncode and not rank_answer["problem"]:
-            problem_text = error_text.strip() or f"exit status {process.returncode}"
-            rank_answer["problem"] = problem_text.splitlines()[-1]
+        if rank_process.returncode and not rank_answer["problem"]:
+            rank_problem_text = rank_error_text.strip() or f"exit status {rank_process.returncode}"
+            rank_answer["problem"] = rank_problem_text.splitlines()[-1]
         return rank_answer
 
-    with ThreadPoolExecutor(len(rank_processes)) as threads:
-        return {"ranks": list(threads.map(wait_for_answer, rank_processes))}
+    with ThreadPoolExecutor(len(rank_processes)) as thread_pool:
+        return {"ranks": list(thread_pool.map(wait_for_answer, rank_processes))}
 
 
 def run_all_reduce_rank(timeout_s: float, uses_gpu: bool) -> None:
@@ -213,20 +213,20 @@ def run_all_reduce_rank(timeout_s: float, uses_gpu: bool) -> None:
     import torch
     import torch.distributed as dist
 
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if uses_gpu else torch.device("cpu")
+    rank_device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if uses_gpu else torch.device("cpu")
     if uses_gpu:
         try:
             torch.cuda.init()
-            torch.cuda.set_device(device)
+            torch.cuda.set_device(rank_device)
         except (RuntimeError, AssertionError) as error:  # a torch build without CUDA raises AssertionError
             first_error_line, *_ = str(error).splitlines()
             print(json.dumps({"unusable": first_error_line}), flush=True)
             sys.exit(1)
-        architectures, capability = torch.cuda.get_arch_list(), torch.cuda.get_device_capability()
+        torch_architectures, gpu_capability = torch.cuda.get_arch_list(), torch.cuda.get_device_capability()
         # Print before the all-reduce, which fails if torch was not built for the GPU.
-        print(json.dumps({"built_for": architectures, "capability": capability}), flush=True)
+        print(json.dumps({"built_for": torch_architectures, "capability": gpu_capability}), flush=True)
 
-    def median_all_reduce_s(tensor: torch.Tensor) -> float:
+    def median_all_reduce_s(reduced_tensor: torch.Tensor) -> float:
         """Return the median duration of TIMED_ALL_REDUCES all-reduces.
 
         The first all-reduce opens connections and is ignored.
@@ -234,7 +234,7 @@ def run_all_reduce_rank(timeout_s: float, uses_gpu: bool) -> None:
         durations_s = []
         for _ in range(TIMED_ALL_REDUCES + 1):
             start_s = time.perf_counter()
-            dist.all_reduce(tensor)
+            dist.all_reduce(reduced_tensor)
             if uses_gpu:
                 torch.cuda.synchronize()
             durations_s.append(time.perf_counter() - start_s)
@@ -242,8 +242,8 @@ def run_all_reduce_rank(timeout_s: float, uses_gpu: bool) -> None:
         return statistics.median(timed_durations_s)
 
     dist.init_process_group("nccl" if uses_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
-    latency_s = median_all_reduce_s(torch.ones(SMALL_ELEMENT_COUNT, device=device))
-    large_tensor = torch.ones(LARGE_ELEMENT_COUNT, device=device)
+    latency_s = median_all_reduce_s(torch.ones(SMALL_ELEMENT_COUNT, device=rank_device))
+    large_tensor = torch.ones(LARGE_ELEMENT_COUNT, device=rank_device)
     gb_per_s = large_tensor.nbytes / 1e9 / median_all_reduce_s(large_tensor)
     dist.barrier()
     measurement = {"latency_s": latency_s, "gb_per_s": gb_per_s, "backend": dist.get_backend()}
@@ -255,31 +255,31 @@ def code_digests() -> dict[str, str]:
     """Return the first 12 hex digits of each project file's SHA-256, by path, for files that a job uses."""
     code_patterns = ["*.py", "onecurve/**/*.py", "tools/**/*.py"]
     code_patterns += ["accelerate_configs/*.yaml", "ds_configs/*.json"]
-    code_files = sorted(file for pattern in code_patterns for file in ROOT.glob(pattern))
-    return {str(file.relative_to(ROOT)): _short_sha256(file.read_bytes()) for file in code_files}
+    job_files = sorted(job_file for code_pattern in code_patterns for job_file in ROOT.glob(code_pattern))
+    return {str(job_file.relative_to(ROOT)): _short_sha256(job_file.read_bytes()) for job_file in job_files}
 
 
-def _short_sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:DIGEST_DIGITS]
+def _short_sha256(hashed_bytes: bytes) -> str:
+    return hashlib.sha256(hashed_bytes).hexdigest()[:DIGEST_DIGITS]
 
 
-def _data_digest(location: str) -> dict[str, Any]:
+def _data_digest(data_location: str) -> dict[str, Any]:
     """Return a `digest` of --data, or a `problem` if the data can't be read.
 
     The digest covers the names and sizes of all files in a folder, the contents of a list or table, or the
     shard manifest.
     """
-    if location.startswith("hub:") or location in ("digits", "cifar10", "synthetic"):
+    if data_location.startswith("hub:") or data_location in ("digits", "cifar10", "synthetic"):
         return {"problem": None}  # no digest, because each host generates or downloads the data
     data_facts: dict[str, Any] = {"problem": None}
     try:
-        if location.startswith("s3://"):
+        if data_location.startswith("s3://"):
             from onecurve.data.shards import find_stored_manifest
             from onecurve.system.s3 import ObjectStore
 
-            shard_manifest, _ = find_stored_manifest(ObjectStore(location))
+            shard_manifest, _ = find_stored_manifest(ObjectStore(data_location))
             return data_facts | {"digest": shard_manifest.sha256[:DIGEST_DIGITS]}
-        data_path = Path(location)
+        data_path = Path(data_location)
         if data_path.is_file():  # a table, or a list that may refer to images in any folder
             return data_facts | {"digest": sha256_of(data_path)[:DIGEST_DIGITS]}
         data_files = sorted(_visible_files(data_path))
@@ -287,14 +287,14 @@ def _data_digest(location: str) -> dict[str, Any]:
             raise ValueError("the --data folder does not exist or is empty")
         file_sizes = (file.exists() and file.stat().st_size for file in data_files)  # False for a broken link
         files_with_sizes = zip(data_files, file_sizes, strict=True)
-        listing = "".join(f"{file.relative_to(data_path)} {size}\n" for file, size in files_with_sizes)
-        data_facts["digest"] = _short_sha256(listing.encode(errors="surrogateescape"))
+        file_listing = "".join(f"{file.relative_to(data_path)} {size}\n" for file, size in files_with_sizes)
+        data_facts["digest"] = _short_sha256(file_listing.encode(errors="surrogateescape"))
         if (data_path / "manifest.json").is_file():
             from onecurve.data.shards import find_local_manifest
 
             find_local_manifest(data_path)  # raises ValueError if the manifest is damaged
-    except ValueError as error:
-        data_facts["problem"] = str(error)
+    except ValueError as data_error:
+        data_facts["problem"] = str(data_error)
     return data_facts
 
 
@@ -306,7 +306,7 @@ def _visible_files(top_folder: Path) -> Iterator[Path]:
     from onecurve.data.class_folders import is_hidden, is_link_to_parent
 
     for folder, subfolders, file_names in os.walk(top_folder, followlinks=True):
-        yield from (Path(folder) / name for name in file_names if not is_hidden(name))
+        yield from (Path(folder) / file_name for file_name in file_names if not is_hidden(file_name))
         visible_names = (name for name in subfolders if not is_hidden(name))
         subfolders[:] = [name for name in visible_names if not is_link_to_parent(Path(folder, name))]
 
@@ -317,24 +317,24 @@ def _resolve_host_name(host_name: str) -> str | None:
     return None
 
 
-def _package_version(package: str) -> str | None:
+def _package_version(package_name: str) -> str | None:
     with suppress(metadata.PackageNotFoundError):
-        return metadata.version(package)
+        return metadata.version(package_name)
     return None
 
 
 def _nccl_version() -> str | None:
     """Return the version of the NCCL package for PyPI's torch, or None if the package is not installed."""
     for distribution in metadata.distributions():
-        package = distribution.metadata["Name"]
-        if package and package.startswith("nvidia-nccl-"):
-            return _package_version(package)
+        package_name = distribution.metadata["Name"]
+        if package_name and package_name.startswith("nvidia-nccl-"):
+            return _package_version(package_name)
     return None
 
 
 _ANSWERING_FUNCTIONS: list[Callable[..., dict[str, Any]]] = [describe_host, find_route, listen_on_port]
 _ANSWERING_FUNCTIONS += [connect_to_port, probe_folder, remove_token, probe_s3, run_all_reduce]
-QUESTIONS = {function.__name__: function for function in _ANSWERING_FUNCTIONS}
+QUESTIONS = {answering_function.__name__: answering_function for answering_function in _ANSWERING_FUNCTIONS}
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:  # run_all_reduce() started this process

@@ -51,10 +51,10 @@ class ExportedModel:
     @property
     def preprocessing_settings(self) -> dict[str, Any]:
         """Preprocessing settings, with timm's config keys."""
-        size = self.recipe.image_size
+        image_size = self.recipe.image_size
         mean, std, crop = self.preprocessing
         return {
-            "input_size": (3, size, size),
+            "input_size": (3, image_size, image_size),
             "mean": mean,
             "std": std,
             "crop_pct": crop.crop_pct if self.is_cropped else 1.0,
@@ -78,8 +78,8 @@ def open_trained(
     """
     trained_model = find_model(location, which, scratch, lambda: None)
     if trained_model.recipe is None:
-        problem = "is a single file without a recipe. Specify the checkpoint folder or the run folder"
-        raise ValueError(f"{trained_model.name} {problem}.")
+        model_problem = "is a single file without a recipe. Specify the checkpoint folder or the run folder"
+        raise ValueError(f"{trained_model.name} {model_problem}.")
     given_flags = [word.partition("=")[0] for word in words]
     if "data" not in trained_model.recipe and "--data" not in given_flags:
         remedy = "Pass --data FOLDER with some of the images."
@@ -123,18 +123,18 @@ def write_model(exported_model: ExportedModel, folder: Path) -> dict[str, Any]:
             safe_serialization=True,
         )
         config_json = json.loads((folder / CONFIG_FILE).read_text())
-        for key in PRETRAINED_WEIGHTS_KEYS:  # these keys do not describe the trained weights
-            config_json["pretrained_cfg"].pop(key, None)
+        for weights_key in PRETRAINED_WEIGHTS_KEYS:  # these keys do not describe the trained weights
+            config_json["pretrained_cfg"].pop(weights_key, None)
         # transformers passes num_classes separately.
         config_json.get("model_args", {}).pop("num_classes", None)
     else:
         config_json = _write_weights_and_code(exported_model, folder)
     data_path = exported_model.recipe.data
-    is_public = data_path in BUILT_IN_DATA or data_path.startswith("hub:")
-    recipe = recipe_part(exported_model.recipe)
-    recipe["data"] = data_path if is_public else f"./{Path(data_path).name}"
-    recipe.pop("weights", None)
-    trained_by: dict[str, Any] = {"script": exported_model.trained_model.script, "recipe": recipe}
+    is_data_public = data_path in BUILT_IN_DATA or data_path.startswith("hub:")
+    trained_recipe = recipe_part(exported_model.recipe)
+    trained_recipe["data"] = data_path if is_data_public else f"./{Path(data_path).name}"
+    trained_recipe.pop("weights", None)
+    trained_by: dict[str, Any] = {"script": exported_model.trained_model.script, "recipe": trained_recipe}
     trained_by |= {"classes": exported_model.classes, "cropped": exported_model.is_cropped}
     trained_by["preprocessing"] = exported_model.preprocessing.to_json()
     trained_by["names"] = exported_model.trained_model.names
@@ -150,10 +150,12 @@ def _write_weights_and_code(exported_model: ExportedModel, folder: Path) -> dict
     if (model_code := model_section(Path(script_file).read_text())) is None:
         remedy = f"Put the code of the model into this section, which export.py copies to {CODE_FILE}."
         raise ValueError(f"{script_file} does not contain a section `# --- Model`. {remedy}")
-    weights = {name: tensor.contiguous() for name, tensor in exported_model.model.state_dict().items()}
+    weights = {
+        tensor_name: tensor.contiguous() for tensor_name, tensor in exported_model.model.state_dict().items()
+    }
     save_file(weights, folder / WEIGHTS_FILE)
     flag_values = vars(exported_model.recipe).items()
-    used_flags = {flag: value for flag, value in flag_values if f"recipe.{flag}" in model_code}
+    used_flags = {flag: flag_value for flag, flag_value in flag_values if f"recipe.{flag}" in model_code}
     model_py = MODEL_PY_TEMPLATE.render(script=exported_model.script.__name__, model=model_code)
     (folder / CODE_FILE).write_text(model_py)
     return {
@@ -179,8 +181,8 @@ def check_reloaded(exported_model: ExportedModel, folder: Path) -> None:
             sys.dont_write_bytecode = True  # don't write __pycache__ into the exported folder
             reloaded_model = load_script(folder / CODE_FILE).load(folder)
         except NameError as error:
-            problem = f"the Model section uses {error.name}. {MOVE_ADVICE}"
-            raise ValueError(f"{exported_model.script.__file__}: {problem}") from None
+            code_problem = f"the Model section uses {error.name}. {MOVE_ADVICE}"
+            raise ValueError(f"{exported_model.script.__file__}: {code_problem}") from None
     with torch.inference_mode():
         original_logits = exported_model.model(exported_model.sample_inputs)
         if not torch.equal(reloaded_model(exported_model.sample_inputs), original_logits):
@@ -214,12 +216,12 @@ def check_onnx(exported_model: ExportedModel, onnx_file: Path, max_difference: f
     """Raise ValueError if logits from ONNX Runtime and from PyTorch differ by more than `max_difference`."""
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(onnx_file, providers=["CPUExecutionProvider"])
-    for images in (exported_model.sample_inputs, exported_model.sample_inputs[:1]):
-        (onnx_logits,) = session.run(["logits"], {"images": images.numpy()})
+    onnx_session = onnxruntime.InferenceSession(onnx_file, providers=["CPUExecutionProvider"])
+    for input_batch in (exported_model.sample_inputs, exported_model.sample_inputs[:1]):
+        (onnx_logits,) = onnx_session.run(["logits"], {"images": input_batch.numpy()})
         with torch.inference_mode():
-            torch_logits = exported_model.model(images)
-            difference = float((torch.from_numpy(onnx_logits) - torch_logits).abs().max())
-        if not difference <= max_difference:
-            problem = f"the logits from ONNX Runtime and PyTorch differ by {difference:.1e}"
-            raise ValueError(f"{problem}, which exceeds {max_difference:g}")
+            torch_logits = exported_model.model(input_batch)
+            logit_difference = float((torch.from_numpy(onnx_logits) - torch_logits).abs().max())
+        if not logit_difference <= max_difference:
+            logits_problem = f"the logits from ONNX Runtime and PyTorch differ by {logit_difference:.1e}"
+            raise ValueError(f"{logits_problem}, which exceeds {max_difference:g}")

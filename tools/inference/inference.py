@@ -68,7 +68,9 @@ class InferenceSettings:
         """
         job_setting_names = ["per_device_batch_size", "mixed_precision", "deterministic"]
         job_setting_names += ["deepspeed_config", "timeout_s"]
-        job_settings: dict[str, Any] = {name: getattr(self, name) for name in job_setting_names}
+        job_settings: dict[str, Any] = {
+            setting_name: getattr(self, setting_name) for setting_name in job_setting_names
+        }
         return start(Job(batch_size=self.per_device_batch_size * world_size(), compile="no", **job_settings))
 
     @contextlib.contextmanager
@@ -141,10 +143,10 @@ def evaluated_split(split: Split, trained_model: TrainedModel) -> Split:
 def pixels_of(split: Split, ids: np.ndarray, recipe: ImageRecipe, crop: Crop) -> Tensor:
     """Return the pixels of the images with these ids as uint8 [n, H, W, 3], before normalisation."""
     image_size, seed = recipe.image_size, recipe.seed
-    batches = split.batches(
+    pixel_batches = split.batches(
         [(0, ids)], device="cpu", train=False, size=image_size, seed=seed, workers=0, crop=crop
     )
-    return next(iter(batches)).images
+    return next(iter(pixel_batches)).images
 
 
 def record_head_inputs(model: Any) -> list[np.ndarray]:
@@ -156,14 +158,14 @@ def record_head_inputs(model: Any) -> list[np.ndarray]:
         List to which each forward pass appends a float32 array [B, features].
     """
     linear_layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
-    head = model.get_classifier() if hasattr(model, "get_classifier") else linear_layers[-1]
-    head = head[0] if isinstance(head, tuple) else head
+    head_layer = model.get_classifier() if hasattr(model, "get_classifier") else linear_layers[-1]
+    head_layer = head_layer[0] if isinstance(head_layer, tuple) else head_layer
     head_inputs: list[np.ndarray] = []
 
     def keep_head_input(_: nn.Module, layer_inputs: tuple[Tensor, ...]) -> None:
         head_inputs.append(layer_inputs[0].flatten(1).float().cpu().numpy())
 
-    head.register_forward_pre_hook(keep_head_input)
+    head_layer.register_forward_pre_hook(keep_head_input)
     return head_inputs
 
 

@@ -38,16 +38,16 @@ def find_pictures(arguments: Sequence[str]) -> list[str]:
         if argument == "-":
             image_files += [path_line.rstrip("\r\n") for path_line in sys.stdin if path_line.strip()]
         elif os.path.isdir(argument):
-            images = [os.path.join(argument, name) for name in list_images(Path(argument), ignored_files)]
+            images = [os.path.join(argument, path) for path in list_images(Path(argument), ignored_files)]
             if not images:
                 other_files = f", but {ignored_files}" if ignored_files.counts else ""
                 raise ValueError(f"{argument} contains no images{other_files}. Pass a folder with images")
             image_files += images
         elif glob.has_magic(argument) and not os.path.exists(argument):
-            matches = sorted(name for name in glob.glob(argument, recursive=True) if os.path.isfile(name))
-            if not matches:
+            glob_files = sorted(path for path in glob.glob(argument, recursive=True) if os.path.isfile(path))
+            if not glob_files:
                 raise ValueError(f"the pattern {argument} matches no files")
-            image_files += matches
+            image_files += glob_files
         else:
             image_files.append(argument)
     if not image_files:
@@ -115,5 +115,5 @@ def _collate_pictures(items: list[tuple[int, Tensor | str]]) -> PictureBatch:
     readable = [(image_id, content) for image_id, content in items if isinstance(content, Tensor)]
     readable_ids = np.array([image_id for image_id, _ in readable], np.int64)
     inputs = torch.stack([model_input for _, model_input in readable]) if readable else torch.empty(0)
-    broken = [(image_id, message) for image_id, message in items if isinstance(message, str)]
-    return PictureBatch(readable_ids, inputs, broken)
+    broken_pictures = [(image_id, message) for image_id, message in items if isinstance(message, str)]
+    return PictureBatch(readable_ids, inputs, broken_pictures)

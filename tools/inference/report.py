@@ -39,37 +39,37 @@ def measure(predictions: Rows, name_of: NameLookup, class_count: int, scratch: P
         scratch: Folder for copies of the metric modules.
     """
     classification, top_k, calibration = load_metrics(scratch)
-    labels, predicted_classes = predictions["label"], predictions["predicted"]
-    predicted_and_true = {"predictions": predicted_classes, "references": labels}
+    true_labels, predicted_classes = predictions["label"], predictions["predicted"]
+    predicted_and_true = {"predictions": predicted_classes, "references": true_labels}
     class_scores = classification.compute(**predicted_and_true, class_count=class_count)
-    confusion = {"confusion": class_scores["confusion"]} if "confusion" in class_scores else {}
-    if not confusion:
+    confusion_values = {"confusion": class_scores["confusion"]} if "confusion" in class_scores else {}
+    if not confusion_values:
         from onecurve.run.evaluation import frequent_mistakes  # imports torch
 
-        confusion = {"mistakes": frequent_mistakes(labels, predicted_classes, class_count)}
-    probabilities, mistakes = predictions["probability"], np.flatnonzero(predicted_classes != labels)
-    most_confident_first = np.argsort(-probabilities[mistakes], kind="stable")
-    worst_positions = mistakes[most_confident_first][:WORST_IMAGES]
+        confusion_values = {"mistakes": frequent_mistakes(true_labels, predicted_classes, class_count)}
+    probabilities, mistake_rows = predictions["probability"], np.flatnonzero(predicted_classes != true_labels)
+    most_confident_first = np.argsort(-probabilities[mistake_rows], kind="stable")
+    worst_positions = mistake_rows[most_confident_first][:WORST_IMAGES]
     worst_rows = _image_rows(predictions, name_of, worst_positions)
     return {
         "images": len(predictions["id"]),
         "loss": float(predictions["loss"].mean()),
         "top1": class_scores["accuracy"],
-        "top5": top_k.compute(predictions=predictions["top"], references=labels)["top_k"],
+        "top5": top_k.compute(predictions=predictions["top"], references=true_labels)["top_k"],
         **calibration.compute(**predicted_and_true, probabilities=probabilities, bin_count=CALIBRATION_BINS),
         "per_class": {metric: class_scores[metric] for metric in CLASS_METRICS},
-        **confusion,
-        "worst": [dict(zip(PREDICTION_COLUMNS, row, strict=True)) for row in worst_rows],
+        **confusion_values,
+        "worst": [dict(zip(PREDICTION_COLUMNS, worst_row, strict=True)) for worst_row in worst_rows],
     }
 
 
 def _image_rows(
-    predictions: Rows, name_of: NameLookup, selected: np.ndarray | slice = slice(None)
+    predictions: Rows, name_of: NameLookup, positions: np.ndarray | slice = slice(None)
 ) -> Iterator[tuple[Any, ...]]:
     """Yield one tuple with the values of PREDICTION_COLUMNS for each selected row."""
-    columns = [predictions[column][selected].tolist() for column in PREDICTION_COLUMNS if column != "file"]
-    for image_id, *cells in zip(*columns, strict=True):
-        yield image_id, name_of(image_id), *cells
+    columns = [predictions[column][positions].tolist() for column in PREDICTION_COLUMNS if column != "file"]
+    for image_id, *other_cells in zip(*columns, strict=True):
+        yield image_id, name_of(image_id), *other_cells
 
 
 def load_metrics(scratch: Path) -> list[Any]:
@@ -93,30 +93,30 @@ def write_report(
     """
     from onecurve.run import plots
 
-    classes = summary["classes"]
+    class_names = summary["classes"]
     captions = []
     for mistake in summary["worst"]:
         image_name = plots.file_caption(mistake["file"]) or f"id {mistake['id']}"
-        label, predicted_class = classes[mistake["label"]], classes[mistake["predicted"]]
-        caption = plots.prediction_caption(label, predicted_class, mistake["probability"])
+        true_class, predicted_class = class_names[mistake["label"]], class_names[mistake["predicted"]]
+        caption = plots.prediction_caption(true_class, predicted_class, mistake["probability"])
         captions.append(f"{image_name}\n{caption}")
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".half-", dir=folder) as temporary:
-        report_paths = (Path(temporary) / file_name for file_name in REPORT_FILES)
+    with tempfile.TemporaryDirectory(prefix=".half-", dir=folder) as temporary_folder:
+        report_paths = (Path(temporary_folder) / file_name for file_name in REPORT_FILES)
         worst_png, confusion_png, predictions_csv, report_json = report_paths
         plots.draw_image_sheet(worst_png, worst_pixels, captions, f"{title}: most confident mistakes")
         plots.draw_confusion(confusion_png, summary, f"{title}: top-1 {summary['top1']:.4f}")
         prediction_rows = (
-            (image_id, file, classes[label], classes[predicted_class], f"{probability:.6f}")
-            for image_id, file, label, predicted_class, probability in _image_rows(rows, name_of)
+            (image_id, image_file, class_names[label], class_names[predicted_class], f"{probability:.6f}")
+            for image_id, image_file, label, predicted_class, probability in _image_rows(rows, name_of)
         )
         write_csv(predictions_csv, [PREDICTION_COLUMNS, *prediction_rows])
         # Write one line per key, because json.dumps with indentation writes a million lines for 1,000
         # classes.
-        json_lines = [f'"{key}": {json.dumps(value)}' for key, value in summary.items()]
+        json_lines = [f'"{report_key}": {json.dumps(value)}' for report_key, value in summary.items()]
         write_text(report_json, "{\n" + ",\n".join(json_lines) + "\n}\n")
         for file_name in REPORT_FILES:
-            (Path(temporary) / file_name).replace(folder / file_name)
+            (Path(temporary_folder) / file_name).replace(folder / file_name)
 
 
 def print_report(summary: dict[str, Any], title: str) -> None:
@@ -124,7 +124,7 @@ def print_report(summary: dict[str, Any], title: str) -> None:
     from rich.console import Console
 
     console = Console(markup=False, highlight=False)
-    classes = [name[:MAX_NAME_CHARACTERS] for name in summary["classes"]]
+    class_names = [class_name[:MAX_NAME_CHARACTERS] for class_name in summary["classes"]]
     per_class = summary["per_class"]
     overview_rows = [
         ("images", f"{summary['images']:,}"),
@@ -137,30 +137,34 @@ def print_report(summary: dict[str, Any], title: str) -> None:
         ("processes", f"{summary['processes']} x {summary['device']}"),
     ]
     console.print(rich_table(title, ["metric", "value"], overview_rows))
-    shows_all = len(classes) <= PRINTED_CLASSES
-    evaluated_classes = [index for index, image_count in enumerate(per_class["support"]) if image_count]
-    lowest_f1_first = sorted(evaluated_classes, key=lambda index: per_class["f1"][index])
-    printed_classes = range(len(classes)) if shows_all else lowest_f1_first[:WORST_CLASSES]
+    shows_all_classes = len(class_names) <= PRINTED_CLASSES
+    evaluated_classes = [
+        class_index for class_index, image_count in enumerate(per_class["support"]) if image_count
+    ]
+    lowest_f1_first = sorted(evaluated_classes, key=lambda class_index: per_class["f1"][class_index])
+    printed_classes = range(len(class_names)) if shows_all_classes else lowest_f1_first[:WORST_CLASSES]
     class_rows = []
     for label in printed_classes:
         scores = {metric: per_class[metric][label] for metric in CLASS_METRICS}
         score_texts = [f"{score:{',' if metric == 'support' else '.4f'}}" for metric, score in scores.items()]
-        class_rows.append((classes[label], *score_texts))
+        class_rows.append((class_names[label], *score_texts))
     lowest_f1_heading = f"metrics of the {len(class_rows)} classes with the lowest F1"
-    heading = "metrics by class" if shows_all else lowest_f1_heading
-    console.print(rich_table(heading, ["class", *CLASS_METRICS], class_rows))
+    table_heading = "metrics by class" if shows_all_classes else lowest_f1_heading
+    console.print(rich_table(table_heading, ["class", *CLASS_METRICS], class_rows))
     if mistakes := summary.get("mistakes"):
         mistake_rows = [
-            (classes[true], classes[predicted], f"{count:,}") for true, predicted, count in mistakes
+            (class_names[true_class], class_names[predicted_class], f"{mistake_count:,}")
+            for true_class, predicted_class, mistake_count in mistakes
         ]
-        heading = "most frequently confused classes"
-        console.print(rich_table(heading, ["true", "predicted", "images"], mistake_rows))
-    if not shows_all:
+        table_heading = "most frequently confused classes"
+        console.print(rich_table(table_heading, ["true", "predicted", "images"], mistake_rows))
+    if not shows_all_classes:
         return
     confusion_rows = [
-        (f"{label} {classes[label]}", *map(str, counts)) for label, counts in enumerate(summary["confusion"])
+        (f"{label} {class_names[label]}", *map(str, image_counts))
+        for label, image_counts in enumerate(summary["confusion"])
     ]
-    matrix_columns = ["true", *map(str, range(len(classes)))]
+    matrix_columns = ["true", *map(str, range(len(class_names)))]
     matrix_title = "confusion matrix with one row per true class"
     matrix_table = rich_table(matrix_title, matrix_columns, confusion_rows)
     unlimited_width = console.options.update(max_width=10_000)

@@ -69,50 +69,50 @@ def _run_job(start_request: dict[str, Any], event_reader: EventReader, request_q
         event_reader: Reader of events reported by the processes.
         request_queue: Queue of later requests and signals.
     """
-    is_elastic = bool(start_request["job"])
+    is_job_elastic = bool(start_request["job"])
     start_request["env"][EVENTS_FILE_VARIABLE] = str(event_reader.file)
-    if is_elastic:
+    if is_job_elastic:
         start_request["env"][JOB_VARIABLE] = start_request["job"]
     try:
-        launcher = _start_job_launcher(start_request)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", flush=True)
+        job_launcher = _start_job_launcher(start_request)
+    except (ValueError, OSError) as launch_error:
+        print(f"error: {launch_error}", flush=True)
         return 1
-    assert launcher.stdout
-    output_thread = threading.Thread(target=_forward_output, args=(launcher.stdout,), daemon=True)
-    output_thread.start()
+    assert job_launcher.stdout
+    forwarding_thread = threading.Thread(target=_forward_output, args=(job_launcher.stdout,), daemon=True)
+    forwarding_thread.start()
     reported_statuses: set[int] = set()  # exit statuses that the processes report
     send_new_events = partial(_send_new_events, event_reader, reported_statuses)
-    launcher_status = _wait_for_job_end(launcher, request_queue, send_new_events, is_elastic)
-    output_thread.join(timeout=5)
+    launcher_status = _wait_for_job_end(job_launcher, request_queue, send_new_events, is_job_elastic)
+    forwarding_thread.join(timeout=5)
     send_new_events()
     # Launchers replace most exit statuses of their processes with 1.
     if launcher_status != 0 and PREEMPTED_STATUS in reported_statuses <= {0, PREEMPTED_STATUS}:
         return PREEMPTED_STATUS
-    was_killed = launcher_status < 0
-    return 128 - launcher_status if was_killed else launcher_status
+    was_launcher_killed = launcher_status < 0
+    return 128 - launcher_status if was_launcher_killed else launcher_status
 
 
 def _send_new_events(event_reader: EventReader, reported_statuses: set[int]) -> None:
     """Send new events to launch.py, and add the processes' reported exit statuses to the set."""
-    for event in event_reader.read_new_events():
-        if event["event"] == "exit":
-            reported_statuses.add(event["status"])
+    for reported_event in event_reader.read_new_events():
+        if reported_event["event"] == "exit":
+            reported_statuses.add(reported_event["status"])
         else:
-            _send_line(event_line(**event))
+            _send_line(event_line(**reported_event))
 
 
 def _receive_requests(request_queue: RequestQueue) -> None:
-    for name_and_arguments in read_requests():
-        request_queue.put(name_and_arguments)
+    for request_and_arguments in read_requests():
+        request_queue.put(request_and_arguments)
     request_queue.put(("stop", {}))  # launch.py has closed the connection
 
 
 def _send_heartbeats() -> None:
     """Send an event that describes this host, and then send heartbeats forever."""
-    has_gpus = any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+    host_has_gpus = any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
     hostname = socket.gethostname()
-    _send_line(event_line("hello", hostname=hostname, has_gpus=has_gpus, **connection_addresses()))
+    _send_line(event_line("hello", hostname=hostname, has_gpus=host_has_gpus, **connection_addresses()))
     while True:
         time.sleep(AGENT_HEARTBEAT_S)
         _send_line(event_line("alive"))
@@ -122,17 +122,17 @@ def _start_job_launcher(start_request: dict[str, Any]) -> subprocess.Popen[bytes
     """Start the launcher on this host, usually `accelerate launch`."""
     if start_request["job"]:
         _kill_previous_round(start_request["job"])
-    search_path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    launcher_env = os.environ | {"PATH": search_path} | start_request["env"]
+    executable_search_path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    launcher_env = os.environ | {"PATH": executable_search_path} | start_request["env"]
     if start_request["master"]:
-        first_host_address, port = start_request["master"]
-        interface, local_address = processes.interface_to(first_host_address)
+        first_host_address, rendezvous_port = start_request["master"]
+        network_interface, local_address = processes.interface_to(first_host_address)
         if local_address.startswith("127."):
-            problem = f"the first host's address {first_host_address} is a loopback address on this host"
-            raise ValueError(f"{problem}. Pass --master_addr with an address that all hosts can reach.")
-        launcher_env = processes.use_interface(interface) | launcher_env
+            ip_problem = f"the first host's address {first_host_address} is a loopback address on this host"
+            raise ValueError(f"{ip_problem}. Pass --master_addr with an address that all hosts can reach.")
+        launcher_env = processes.use_interface(network_interface) | launcher_env
         if start_request["is_first_host"]:
-            _check_port_is_free(port)
+            _check_port_is_free(rendezvous_port)
     return subprocess.Popen(
         start_request["command"],
         env=launcher_env,
@@ -147,8 +147,8 @@ def _start_job_launcher(start_request: dict[str, Any]) -> subprocess.Popen[bytes
 def _kill_previous_round(job_id: str) -> None:
     """Kill the processes from this job's previous round. That round's agent may still be running."""
 
-    def belongs_to_job(process: psutil.Process) -> bool:
-        return (process.info["environ"] or {}).get(JOB_VARIABLE) == job_id
+    def belongs_to_job(running_process: psutil.Process) -> bool:
+        return (running_process.info["environ"] or {}).get(JOB_VARIABLE) == job_id
 
     processes.kill(list(filter(belongs_to_job, psutil.process_iter(["environ"]))))
 
@@ -166,62 +166,62 @@ def _forward_output(launcher_output: IO[bytes]) -> None:
 def _check_port_is_free(port: int) -> None:
     try:
         socket.create_server(("", port)).close()  # raises OSError if another process uses the port
-    except OSError as error:
-        bind_error = f"{os.strerror(error.errno or 0)}{processes.listening_process(port)}"
+    except OSError as socket_error:
+        bind_error = f"{os.strerror(socket_error.errno or 0)}{processes.listening_process(port)}"
         raise ValueError(f"port {port} can't be used: {bind_error}. Pass a different --port.") from None
 
 
 def _wait_for_job_end(
-    launcher: subprocess.Popen[bytes],
+    job_launcher: subprocess.Popen[bytes],
     request_queue: RequestQueue,
     send_new_events: Callable[[], None],
-    is_elastic: bool,
+    is_job_elastic: bool,
 ) -> int:
     """Wait until the child process and all of its descendants have ended, and return the child's exit status.
 
     This function calls poll() several times per second.
     """
-    silence_timeout_s = FENCE_TIMEOUT_S if is_elastic else SILENCE_TIMEOUT_S
-    is_stopping = False
+    silence_timeout_s = FENCE_TIMEOUT_S if is_job_elastic else SILENCE_TIMEOUT_S
+    is_job_stopping = False
     last_request_s = time.monotonic()
-    kill_at_s: float | None = None  # time.monotonic() at which the processes are killed, or None
-    while launcher.poll() is None or processes.running_descendants([launcher.pid]):
+    kill_job_at_s: float | None = None  # time.monotonic() at which the processes are killed, or None
+    while job_launcher.poll() is None or processes.running_descendants([job_launcher.pid]):
         send_new_events()
         with contextlib.suppress(queue.Empty):
             request_name, _ = request_queue.get(timeout=0.2)
             last_request_s = time.monotonic()
-            is_stopping = is_stopping or request_name in ("stop", "signal")
+            is_job_stopping = is_job_stopping or request_name in ("stop", "signal")
             if request_name == "signal":
                 _send_line(event_line("leaving", why="the agent received a signal"))
             if request_name == "kill":
-                kill_at_s = 0.0
+                kill_job_at_s = 0.0
         now_s = time.monotonic()
-        if not is_stopping and now_s - last_request_s > silence_timeout_s:
-            is_stopping = True
-            kill_at_s = 0.0 if is_elastic else None
+        if not is_job_stopping and now_s - last_request_s > silence_timeout_s:
+            is_job_stopping = True
+            kill_job_at_s = 0.0 if is_job_elastic else None
             _send_line(f"stopping: launch.py sent no heartbeat for {silence_timeout_s} s")
-        if kill_at_s is None and (is_stopping or launcher.returncode is not None):
+        if kill_job_at_s is None and (is_job_stopping or job_launcher.returncode is not None):
             _send_suspended_processes()
-            launcher.send_signal(signal.SIGTERM)
-            kill_at_s = now_s + KILL_DELAY_S
-        if kill_at_s is not None and now_s > kill_at_s:
-            launcher.kill()
-            processes.kill(processes.running_descendants([launcher.pid]))
-    return launcher.returncode
+            job_launcher.send_signal(signal.SIGTERM)
+            kill_job_at_s = now_s + KILL_DELAY_S
+        if kill_job_at_s is not None and now_s > kill_job_at_s:
+            job_launcher.kill()
+            processes.kill(processes.running_descendants([job_launcher.pid]))
+    return job_launcher.returncode
 
 
 def _send_suspended_processes() -> None:
     """Report suspended processes, which made the other hosts wait and fail, before the agent kills them."""
-    for process in psutil.Process().children(recursive=True):
+    for job_process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if process.status() == psutil.STATUS_STOPPED:
-                rank = process.environ().get("RANK")
-                process_name = f"rank {rank}" if rank else process.name()
-                _send_line(f"error: {process_name}, process {process.pid}, {SUSPENDED}")
+            if job_process.status() == psutil.STATUS_STOPPED:
+                process_rank = job_process.environ().get("RANK")
+                process_name = f"rank {process_rank}" if process_rank else job_process.name()
+                _send_line(f"error: {process_name}, process {job_process.pid}, {SUSPENDED}")
 
 
-def _send_line(line: str) -> None:
-    _write_to_stdout(f"{line}\n".encode())
+def _send_line(line_text: str) -> None:
+    _write_to_stdout(f"{line_text}\n".encode())
 
 
 def _write_to_stdout(line_bytes: bytes) -> None:

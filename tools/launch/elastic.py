@@ -108,11 +108,11 @@ class ElasticJob(Launcher):
             0 (finished), 75 (preempted, the same command continues), 1 (failed), or 128 + a signal's number.
         """
         self.receive_signals_and_send_heartbeats()
-        local_names = (host.name for host in self.hosts if is_this_host(host.name))
-        if local_name := next(local_names, None):
-            self.log(f"launch.py runs on {local_name}, so the job can't continue without this host")
-        minimum_text = f"at least {plural(self.min_hosts, 'host')} of {len(self.hosts)}"
-        self.log(f"the job needs {minimum_text}. Logs are in {self.log_dir}")
+        local_host_names = (host.name for host in self.hosts if is_this_host(host.name))
+        if local_host_name := next(local_host_names, None):
+            self.log(f"launch.py runs on {local_host_name}, so the job can't continue without this host")
+        min_hosts_text = f"at least {plural(self.min_hosts, 'host')} of {len(self.hosts)}"
+        self.log(f"the job needs {min_hosts_text}. Logs are in {self.log_dir}")
         try:
             while (chosen_members := self._gather_round()) is not None:
                 self._start_round(chosen_members)
@@ -121,8 +121,8 @@ class ElasticJob(Launcher):
                     self._connect_to_missing_hosts()
                     self._give_up_lost_hosts()
                     self._stop_round_for_more_hosts()
-                if (exit_status := self._judge_round()) is not None:
-                    return exit_status
+                if (job_exit_status := self._judge_round()) is not None:
+                    return job_exit_status
                 self.members = []
             return self._exit_status_without_hosts()
         finally:
@@ -135,17 +135,17 @@ class ElasticJob(Launcher):
 
         Return None after a signal or with too few hosts.
         """
-        start_s = time.monotonic()
-        patience_s = MORE_HOSTS_WAIT_S if self.began_event else CONNECT_TIMEOUT_S
+        gathering_start_s = time.monotonic()
+        max_wait_s = MORE_HOSTS_WAIT_S if self.began_event else CONNECT_TIMEOUT_S
         while not self.received_signals:
             self._connect_to_missing_hosts()
             ready_connections = self._ready_connections()
-            waited_s = time.monotonic() - start_s
+            waited_s = time.monotonic() - gathering_start_s
             responding_hosts = [host for host in self.hosts if host.name not in self.unreachable_reasons]
             expected_hosts = [host for host in responding_hosts if not self._is_excluded(host)]
             first_host_may_write = time.monotonic() <= self.fenced_until
             chosen_members = None if first_host_may_write else self._choose_members(ready_connections)
-            if chosen_members and (len(ready_connections) >= len(expected_hosts) or waited_s > patience_s):
+            if chosen_members and (len(ready_connections) >= len(expected_hosts) or waited_s > max_wait_s):
                 return chosen_members
             if not chosen_members and waited_s > TOO_FEW_HOSTS_TIMEOUT_S:
                 return None
@@ -156,7 +156,7 @@ class ElasticJob(Launcher):
     def _connect_to_missing_hosts(self) -> None:
         """Connect to all hosts without an agent. Retry hosts that did not respond every CONNECT_RETRY_S."""
         now_s = time.monotonic()
-        if may_retry := now_s > self.next_connect_at:
+        if may_reconnect := now_s > self.next_connect_at:
             self.next_connect_at = now_s + CONNECT_RETRY_S
             self._update_hosts()
         for host in self.hosts:
@@ -165,7 +165,7 @@ class ElasticJob(Launcher):
                 continue
             # Also connect to hosts that are leaving, because a different machine may soon respond under the
             # same name.
-            if may_retry or host.name not in self.unreachable_reasons:
+            if may_reconnect or host.name not in self.unreachable_reasons:
                 if connection:
                     self.connections.remove(connection)
                 self.connect(host)
@@ -175,19 +175,19 @@ class ElasticJob(Launcher):
             new_hosts = self.read_hosts()
             if new_hosts != self.hosts:
                 self.plan_for(new_hosts)  # raises an error if the hosts have different numbers of processes
-        except (ValueError, OSError) as error:
-            if str(error) != self.reported_mistake:
-                self.log(f"keeping the previous list of hosts: {error}")
-                self.reported_mistake = str(error)
+        except (ValueError, OSError) as hostfile_error:
+            if str(hostfile_error) != self.reported_mistake:
+                self.log(f"keeping the previous list of hosts: {hostfile_error}")
+                self.reported_mistake = str(hostfile_error)
             return
         new_names = [host.name for host in new_hosts]
         previous_names = [host.name for host in self.hosts]
-        if added_names := [name for name in new_names if name not in previous_names]:
+        if added_names := [host_name for host_name in new_names if host_name not in previous_names]:
             self.log(f"new hosts in the hostfile: {', '.join(added_names)}")
-            self.host_names += [name for name in added_names if name not in self.host_names]
+            self.host_names += [host_name for host_name in added_names if host_name not in self.host_names]
         self.hosts = new_hosts
-        for removed_name in self.excluded_until.keys() - set(new_names):
-            del self.excluded_until[removed_name]
+        for removed_host_name in self.excluded_until.keys() - set(new_names):
+            del self.excluded_until[removed_host_name]
         if not self.began_event:  # the run's name can't change after the first round
             round_max_hosts = min(self.max_hosts or len(new_hosts), len(new_hosts))
             self.run_max_hosts = max(self.run_max_hosts, round_max_hosts)
@@ -200,15 +200,15 @@ class ElasticJob(Launcher):
 
     def _ready_connections(self) -> list[HostConnection]:
         """Return connections to all hosts that can take part in a round, starting with the first host."""
-        allowed_names = [host.name for host in self.hosts if not self._is_excluded(host)]
-        connections = filter(None, map(self._find_connection, allowed_names))
-        ready_connections = [connection for connection in connections if connection.is_connected]
+        allowed_host_names = [host.name for host in self.hosts if not self._is_excluded(host)]
+        allowed_connections = filter(None, map(self._find_connection, allowed_host_names))
+        ready_connections = [connection for connection in allowed_connections if connection.is_connected]
         return sorted(ready_connections, key=lambda connection: connection.host.name != self.first_host_name)
 
     def _choose_members(self, ready_connections: list[HostConnection]) -> list[HostConnection] | None:
         """Return connections to the hosts of the largest possible round, or None if no round is possible."""
-        ready_names = [connection.host.name for connection in ready_connections]
-        if self._needs_first_host() and ready_names[:1] != [self.first_host_name]:
+        ready_host_names = [connection.host.name for connection in ready_connections]
+        if self._needs_first_host() and ready_host_names[:1] != [self.first_host_name]:
             return None
         max_host_count = min(len(ready_connections), self.max_hosts or len(ready_connections))
         for host_count in range(max_host_count, self.min_hosts - 1, -1):
@@ -237,8 +237,8 @@ class ElasticJob(Launcher):
 
     def _stop_round_for_more_hosts(self) -> None:
         """Stop the round once all hosts have saved a checkpoint, if a larger round is possible."""
-        can_stop = self.is_training and not self.stop_reason and not self.is_finished
-        ready_connections = self._ready_connections() if can_stop else []
+        can_stop_round = self.is_training and not self.stop_reason and not self.is_finished
+        ready_connections = self._ready_connections() if can_stop_round else []
         chosen_members = self._choose_members(ready_connections)
         if not chosen_members or len(chosen_members) <= len(self.members):
             self.larger_round_since = None
@@ -247,8 +247,8 @@ class ElasticJob(Launcher):
         self.larger_round_since = self.larger_round_since or time.monotonic()
         if time.monotonic() - self.larger_round_since > MORE_HOSTS_WAIT_S:
             joining_names = self._names_of_new_hosts(chosen_members)
-            verb = "joins" if len(joining_names) == 1 else "join"
-            self._stop_round(f"{', '.join(joining_names)} {verb}")
+            join_verb = "joins" if len(joining_names) == 1 else "join"
+            self._stop_round(f"{', '.join(joining_names)} {join_verb}")
 
     def _names_of_new_hosts(self, connections: list[HostConnection]) -> list[str]:
         """Return the names of the hosts that do not take part in this round."""
@@ -258,15 +258,15 @@ class ElasticJob(Launcher):
         """Print, once per reason, why available hosts can't take part in a round."""
         waiting_reason = f"--max_hosts {self.max_hosts}"
         if waiting_names and len(self.members) != self.max_hosts:
-            hosts_text = plural(len(self.members) + len(waiting_names), "host")
-            processes_text = plural(len(self.hosts[0].devices), "process")
-            micro_batches = self.batch_event["batch_size"] // self.batch_event["per_device"]
-            waiting_reason = f"the {micro_batches} micro-batches of a step can't be divided evenly"
-            waiting_reason += f" among {hosts_text} with {processes_text} each"
+            round_hosts_text = plural(len(self.members) + len(waiting_names), "host")
+            host_processes_text = plural(len(self.hosts[0].devices), "process")
+            micro_batch_count = self.batch_event["batch_size"] // self.batch_event["per_device"]
+            waiting_reason = f"the {micro_batch_count} micro-batches of a step can't be divided evenly"
+            waiting_reason += f" among {round_hosts_text} with {host_processes_text} each"
         new_names = [name for name in waiting_names if self.waiting_reasons.get(name) != waiting_reason]
         if new_names:
-            verb = "waits" if len(new_names) == 1 else "wait"
-            self.log(f"{', '.join(new_names)} {verb}: {waiting_reason}")
+            wait_verb = "waits" if len(new_names) == 1 else "wait"
+            self.log(f"{', '.join(new_names)} {wait_verb}: {waiting_reason}")
         self.waiting_reasons = dict.fromkeys(waiting_names, waiting_reason)
 
     # --- Rounds
@@ -275,17 +275,17 @@ class ElasticJob(Launcher):
         self.members = chosen_members
         self.stop_reason, self.leaving_reasons, self.is_training = "", {}, False
         self.stop_requested_at = self.member_lost_at = self.larger_round_since = None
-        plan = self.plan_for([member.host for member in chosen_members])
-        host_names = ", ".join(member.host.name for member in chosen_members)
-        round_size = f"{plural(len(chosen_members), 'host')}, {plural(plan.process_count, 'process')}"
-        self.log(f"starting on {round_size}: {host_names}")
+        round_plan = self.plan_for([member.host for member in chosen_members])
+        member_names = ", ".join(member.host.name for member in chosen_members)
+        round_size = f"{plural(len(chosen_members), 'host')}, {plural(round_plan.process_count, 'process')}"
+        self.log(f"starting on {round_size}: {member_names}")
         round_number = next(self.round_numbers)
         round_env = {MOST_HOSTS_VARIABLE: str(self.run_max_hosts), ROUND_VARIABLE: str(round_number)}
         if self.began_event:
             round_env[PER_DEVICE_VARIABLE] = str(self.batch_event["per_device"])
-        elif cpu_hint := plan.cpu_hint(chosen_members):
+        elif cpu_hint := round_plan.cpu_hint(chosen_members):
             self.log(cpu_hint)
-        plan.start(chosen_members, self.job_id, **round_env)
+        round_plan.start(chosen_members, self.job_id, **round_env)
 
     def _stop_round(self, stop_reason: str) -> None:
         self.stop_reason = self.stop_reason or stop_reason
@@ -301,7 +301,7 @@ class ElasticJob(Launcher):
         if connection not in self.members:
             return
         if event_name == "batch":
-            self.batch_event = {key: event[key] for key in ("batch_size", "per_device")}
+            self.batch_event = {event_key: event[event_key] for event_key in ("batch_size", "per_device")}
         elif event_name == "began":
             self._on_training_began(event)
         elif event_name == "finished":
@@ -314,9 +314,9 @@ class ElasticJob(Launcher):
     def _on_training_began(self, event: dict[str, Any]) -> None:
         first_host_name = self.members[0].host.name
         if not self.began_event and not (event["in_s3"] or event["is_shared"]):
-            remedy = "To avoid this dependency, pass --s3 or a shared --model_folder"
-            reason = "only this host's disk stores the checkpoints"
-            self.log(f"the job can't continue without {first_host_name}, because {reason}. {remedy}")
+            s3_remedy = "To avoid this dependency, pass --s3 or a shared --model_folder"
+            disk_reason = "only this host's disk stores the checkpoints"
+            self.log(f"the job can't continue without {first_host_name}, because {disk_reason}. {s3_remedy}")
         if event["step"] > self.began_event.get("step", -1):
             self.fruitless_rounds = 0
         if self.began_event:
@@ -325,16 +325,16 @@ class ElasticJob(Launcher):
         self.began_event, self.first_host_name = event, first_host_name
         self.is_training = True
 
-    def _on_step(self, step: int) -> None:
-        if self.hosts_changed_at and not self.stop_reason and step > self.began_event["step"]:
-            elapsed_s = time.monotonic() - self.hosts_changed_at
-            self.log(f"reached step {step:,} {elapsed_s:.0f} s after the change of hosts")
+    def _on_step(self, reached_step: int) -> None:
+        if self.hosts_changed_at and not self.stop_reason and reached_step > self.began_event["step"]:
+            recovery_s = time.monotonic() - self.hosts_changed_at
+            self.log(f"reached step {reached_step:,} {recovery_s:.0f} s after the change of hosts")
             self.hosts_changed_at = None
-        if step > self.began_event["step"]:
+        if reached_step > self.began_event["step"]:
             for member in self.members:
                 self.trained_host_names.add(member.host.name)
                 self.exclusion_counts.pop(member.host.name, None)
-        self.latest_step = max(self.latest_step, step)
+        self.latest_step = max(self.latest_step, reached_step)
 
     def on_agent_end(self, connection: HostConnection, exit_status: int) -> None:
         if connection.exit_status is not None:
@@ -342,10 +342,10 @@ class ElasticJob(Launcher):
         connection.exit_status = exit_status
         host_name = connection.host.name
         if connection.hello_event is None or exit_status == SSH_FAILURE_STATUS:
-            reason = failure_cause(connection).reason
+            failure_reason = failure_cause(connection).reason
             if host_name not in self.unreachable_reasons and not self.received_signals:
-                self.log(f"{host_name} does not respond: {reason}")
-            self.unreachable_reasons[host_name] = reason
+                self.log(f"{host_name} does not respond: {failure_reason}")
+            self.unreachable_reasons[host_name] = failure_reason
             # A different machine may soon respond under the same name.
             self.excluded_until.pop(host_name, None)
         if connection not in self.members or exit_status == 0:
@@ -377,11 +377,11 @@ class ElasticJob(Launcher):
         if self.received_signals:
             return self.end_preempted() if PREEMPTED_STATUS in statuses else 128 + self.received_signals[0]
         lost_names = [member.host.name for member in self.members if member.exit_status == SSH_FAILURE_STATUS]
-        has_saved = PREEMPTED_STATUS in statuses and set(statuses) <= {0, PREEMPTED_STATUS}
-        if has_saved:
-            for host_name, reason in self.leaving_reasons.items():
+        has_job_saved = PREEMPTED_STATUS in statuses and set(statuses) <= {0, PREEMPTED_STATUS}
+        if has_job_saved:
+            for host_name, leaving_reason in self.leaving_reasons.items():
                 self.excluded_until[host_name] = time.monotonic() + REJOIN_DELAY_S
-                self.log(f"{host_name} leaves ({reason})")
+                self.log(f"{host_name} leaves ({leaving_reason})")
             if not self.leaving_reasons:
                 self.log(self.stop_reason)
             return None
@@ -400,8 +400,8 @@ class ElasticJob(Launcher):
             self.log(f"failed after step {self.latest_step:,}: {self._failure_message()}")
         self.fruitless_rounds += 1
         if self.fruitless_rounds > MAX_FRUITLESS_ROUNDS:
-            problem = f"{MAX_FRUITLESS_ROUNDS} rounds failed without a new checkpoint"
-            return print_error(f"{problem}: {self._failure_message()}")
+            rounds_problem = f"{MAX_FRUITLESS_ROUNDS} rounds failed without a new checkpoint"
+            return print_error(f"{rounds_problem}: {self._failure_message()}")
         return None
 
     def _exclude_faulty_hosts(self) -> bool:
@@ -414,13 +414,13 @@ class ElasticJob(Launcher):
         """
         if (first_failed := self._find_first_failed()) is None:
             return False
-        doubt, reason = failure_cause(first_failed)
+        failure_doubt, failure_reason = failure_cause(first_failed)
         trained_names = self.trained_host_names
         suspect_members = [member for member in self.members if member.host.name not in trained_names]
-        if not suspect_members and not self.is_training and doubt <= 1:
+        if not suspect_members and not self.is_training and failure_doubt <= 1:
             suspect_members = [first_failed]
         # All hosts report a disagreement between hosts, and the message names the host that differs.
-        if named_members := [member for member in suspect_members if _names_host(reason, member)]:
+        if named_members := [member for member in suspect_members if _names_host(failure_reason, member)]:
             faulty_members = named_members
         else:
             faulty_members = [first_failed] if first_failed in suspect_members else suspect_members
@@ -433,7 +433,7 @@ class ElasticJob(Launcher):
             self.exclusion_counts[host_name] = exclusion_count + 1
             self.excluded_until[host_name] = time.monotonic() + exclusion_s
             log_reference = f"See the log {first_failed.log_file}"
-            self.log(f"{host_name} is excluded for {exclusion_s} s: {reason}. {log_reference}")
+            self.log(f"{host_name} is excluded for {exclusion_s} s: {failure_reason}. {log_reference}")
         return True
 
     def _find_first_failed(self) -> HostConnection | None:
@@ -452,25 +452,25 @@ class ElasticJob(Launcher):
     def _failure_message(self) -> str:
         if (first_failed := self._find_first_failed()) is None:
             return "all hosts received a request to stop"
-        reason = failure_cause(first_failed).reason
-        return f"{first_failed.host.name}: {reason}. See the log {first_failed.log_file}"
+        failure_reason = failure_cause(first_failed).reason
+        return f"{first_failed.host.name}: {failure_reason}. See the log {first_failed.log_file}"
 
     def _exit_status_without_hosts(self) -> int:
         if self.received_signals:
             return self.end_preempted() if self.began_event else 128 + self.received_signals[0]
-        available_text = ", ".join(connection.host.name for connection in self._ready_connections()) or "none"
-        problem = "too few hosts responded"
+        ready_names = ", ".join(connection.host.name for connection in self._ready_connections()) or "none"
+        hosts_problem = "too few hosts responded"
         if self._needs_first_host():
-            problem = f"{self.first_host_name}, which stores the checkpoints, did not respond"
-        hosts_text = f"available hosts: {available_text} of {', '.join(self.host_names)}"
-        message = f"{problem} within {TOO_FEW_HOSTS_TIMEOUT_S} s ({hosts_text})"
+            hosts_problem = f"{self.first_host_name}, which stores the checkpoints, did not respond"
+        hosts_text = f"available hosts: {ready_names} of {', '.join(self.host_names)}"
+        too_few_hosts_message = f"{hosts_problem} within {TOO_FEW_HOSTS_TIMEOUT_S} s ({hosts_text})"
         if not self.began_event:
-            return print_error(message)
-        self.log(message)
+            return print_error(too_few_hosts_message)
+        self.log(too_few_hosts_message)
         return self.end_preempted()
 
 
-def _names_host(reason: str, member: HostConnection) -> bool:
+def _names_host(failure_reason: str, member: HostConnection) -> bool:
     """Return True if the reason for a failure names a member's host."""
     hostname = member.hello_event["hostname"] if member.hello_event else None
-    return hostname is not None and re.search(rf"\bhost {hostname}\b", reason) is not None
+    return hostname is not None and re.search(rf"\bhost {hostname}\b", failure_reason) is not None

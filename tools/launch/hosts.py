@@ -45,19 +45,19 @@ def add_host_flags(parser: argparse.ArgumentParser, hostfile: Path | None = None
 
     `hostfile` is the default hostfile.
     """
-    add = parser.add_argument
+    add_flag = parser.add_argument
     hostfile_help = "File with one line `NAME slots=N` for each host. Default: hostfile."
-    add("--hostfile", type=Path, default=hostfile, metavar="FILE", help=hostfile_help)
+    add_flag("--hostfile", type=Path, default=hostfile, metavar="FILE", help=hostfile_help)
     include_example = "`worker-1@worker-2:0,2` selects all GPUs on worker-1, and GPUs 0 and 2 on worker-2."
     include_help = f"Hosts and GPUs to use. {include_example} Default: all hosts and GPUs."
-    add("--include", default="", metavar="HOSTS", help=include_help)
+    add_flag("--include", default="", metavar="HOSTS", help=include_help)
     exclude_help = "Hosts and GPUs to exclude, in the same format as --include."
-    add("--exclude", default="", metavar="HOSTS", help=exclude_help)
+    add_flag("--exclude", default="", metavar="HOSTS", help=exclude_help)
     port_help = "Port on the first host that the other hosts connect to. Default: %(default)s."
-    add("--port", type=int, default=29500, metavar="N", help=port_help)
+    add_flag("--port", type=int, default=29500, metavar="N", help=port_help)
     address_help = "Address at which all other hosts can reach the first host."
     address_help += " Default: the address that ssh connects to."
-    add("--master_addr", metavar="ADDRESS", help=address_help)
+    add_flag("--master_addr", metavar="ADDRESS", help=address_help)
 
 
 def read_hostfile(hostfile: Path) -> list[Host]:
@@ -69,8 +69,8 @@ def read_hostfile(hostfile: Path) -> list[Host]:
     """
     try:
         hostfile_bytes = hostfile.read_bytes()
-    except OSError as error:
-        raise ValueError(f"the hostfile {hostfile} can't be read: {error.strerror}") from None
+    except OSError as read_error:
+        raise ValueError(f"the hostfile {hostfile} can't be read: {read_error.strerror}") from None
     # Windows editors write UTF-16.
     is_utf16 = hostfile_bytes.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     try:
@@ -81,18 +81,18 @@ def read_hostfile(hostfile: Path) -> list[Host]:
         raise ValueError(f"the hostfile {hostfile} is not UTF-8. Save the file as UTF-8.")
     line_number_by_host: dict[str, int] = {}
     hosts = []
-    for line_number, line in enumerate(hostfile_text.splitlines(), start=1):
-        if line.strip() and not line.strip().startswith("#"):
+    for line_number, hostfile_line in enumerate(hostfile_text.splitlines(), start=1):
+        if hostfile_line.strip() and not hostfile_line.strip().startswith("#"):
             line_location = f"{hostfile}, line {line_number}"
-            host = _parse_host(line.strip(), line_location)
+            host = _parse_host(hostfile_line.strip(), line_location)
             if earlier_line := line_number_by_host.get(host.name):
-                problem = f"{host.name} already appears in line {earlier_line}. Remove one of the lines."
-                raise ValueError(f"{line_location}: {problem}")
+                host_problem = f"{host.name} already appears in line {earlier_line}. Remove one of the lines."
+                raise ValueError(f"{line_location}: {host_problem}")
             line_number_by_host[host.name] = line_number
             hosts.append(host)
     if not hosts:
-        remedy = "Write one host per line, for example `worker-1 slots=4`."
-        raise ValueError(f"{hostfile} lists no hosts. {remedy}")
+        hostfile_remedy = "Write one host per line, for example `worker-1 slots=4`."
+        raise ValueError(f"{hostfile} lists no hosts. {hostfile_remedy}")
     return hosts
 
 
@@ -107,17 +107,17 @@ def select_hosts(hosts: list[Host], include: str = "", exclude: str = "") -> lis
     """
     if include and exclude:
         raise ValueError("--include and --exclude can't be combined. Remove one of these flags.")
-    flag, filter_text = ("--include", include) if include else ("--exclude", exclude)
-    filter_indices_by_host = _parse_filter(flag, filter_text, hosts) if filter_text else {}
+    filter_flag, filter_text = ("--include", include) if include else ("--exclude", exclude)
+    filter_indices_by_host = _parse_filter(filter_flag, filter_text, hosts) if filter_text else {}
     selected_hosts = []
     for host in hosts:
         filter_indices = filter_indices_by_host.get(host.name, set())
         is_include = bool(include)
-        selected_indices = [index for index in host.devices if (index in filter_indices) == is_include]
+        selected_indices = [device for device in host.devices if (device in filter_indices) == is_include]
         if selected_indices:
             selected_hosts.append(Host(host.name, tuple(selected_indices)))
     if not selected_hosts:
-        raise ValueError(f"{flag} {filter_text} excludes all hosts. Keep at least one host.")
+        raise ValueError(f"{filter_flag} {filter_text} excludes all hosts. Keep at least one host.")
     return selected_hosts
 
 
@@ -128,14 +128,14 @@ def _parse_host(host_line: str, line_location: str) -> Host:
     host_name, padded_slot_digits = host_match.groups()
     slot_digits = padded_slot_digits.lstrip("0")
     if not HOST_NAME.fullmatch(host_name):
-        remedy = "Use letters, digits, dots, - and _. Specify a user or a port in ~/.ssh/config."
-        raise ValueError(f"{line_location}: {host_name} is not a valid host name. {remedy}")
+        name_remedy = "Use letters, digits, dots, - and _. Specify a user or a port in ~/.ssh/config."
+        raise ValueError(f"{line_location}: {host_name} is not a valid host name. {name_remedy}")
     if len(slot_digits) > 3:
-        remedy = "Set slots to the number of GPUs on the host."
-        raise ValueError(f"{line_location}: {host_name} has more than 999 slots. {remedy}")
+        slots_remedy = "Set slots to the number of GPUs on the host."
+        raise ValueError(f"{line_location}: {host_name} has more than 999 slots. {slots_remedy}")
     if not slot_digits:
-        remedy = f"Remove the line, or pass --exclude {host_name}."
-        raise ValueError(f"{line_location}: {host_name} has no slots. {remedy}")
+        empty_host_remedy = f"Remove the line, or pass --exclude {host_name}."
+        raise ValueError(f"{line_location}: {host_name} has no slots. {empty_host_remedy}")
     return Host(host_name, tuple(range(int(slot_digits))))
 
 
@@ -153,14 +153,14 @@ def _parse_filter(flag: str, filter_text: str, hosts: list[Host]) -> dict[str, s
             remedy = f"Choose from {', '.join(devices_by_host)}."
             raise ValueError(f"{flag} {filter_text}: the host {host_name} is not in the hostfile. {remedy}")
         if colon and not re.fullmatch(r"\d{1,9}(,\d{1,9})*", index_text):
-            problem = f"expected slot numbers after {host_name}, for example `{host_name}:0,2`"
-            raise ValueError(f"{flag} {filter_text}: {problem}")
-        entry_indices = {int(index) for index in index_text.split(",")} if colon else set()
+            indices_problem = f"expected slot numbers after {host_name}, for example `{host_name}:0,2`"
+            raise ValueError(f"{flag} {filter_text}: {indices_problem}")
+        entry_indices = {int(index_digits) for index_digits in index_text.split(",")} if colon else set()
         if unknown_indices := entry_indices - devices_by_host[host_name]:
             last_slot = len(devices_by_host[host_name]) - 1
-            problem = f"{host_name} has no slot {min(unknown_indices)}"
+            slot_problem = f"{host_name} has no slot {min(unknown_indices)}"
             valid_slots = f"The slots on {host_name} are numbered from 0 to {last_slot}."
-            raise ValueError(f"{flag} {filter_text}: {problem}. {valid_slots}")
+            raise ValueError(f"{flag} {filter_text}: {slot_problem}. {valid_slots}")
         filter_indices_by_host.setdefault(host_name, set()).update(entry_indices)
     return {name: indices or devices_by_host[name] for name, indices in filter_indices_by_host.items()}
 
@@ -202,8 +202,8 @@ def read_requests() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the name and the arguments of each request to this module until the connection ends."""
     for request_line in sys.stdin:
         with contextlib.suppress(json.JSONDecodeError):  # raised if the line is truncated
-            arguments = json.loads(request_line)
-            yield arguments.pop("request"), arguments
+            request_arguments = json.loads(request_line)
+            yield request_arguments.pop("request"), request_arguments
 
 
 def event_line(event: str, **event_fields: Any) -> str:
@@ -256,9 +256,9 @@ def connection_addresses() -> dict[str, str | None]:
     Both addresses are None without an SSH connection.
     """
     client_address, server_address = None, None
-    ssh_connection = os.environ.get("SSH_CONNECTION", "").split()
-    if len(ssh_connection) == 4:
-        client_address, _client_port, server_address, _server_port = ssh_connection
+    connection_fields = os.environ.get("SSH_CONNECTION", "").split()
+    if len(connection_fields) == 4:
+        client_address, _client_port, server_address, _server_port = connection_fields
     return {"reached_at": server_address, "asked_from": client_address}
 
 

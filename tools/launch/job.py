@@ -50,30 +50,30 @@ class LaunchPlan:
         # accelerate divides --num_processes by the number of hosts. torchrun's agents add up the process
         # counts of all hosts.
         device_count = len(self.hosts[host_rank].devices)
-        flag_text = f"--num_machines {host_count} --num_processes {host_count * device_count}"
-        flag_text += " --gpu_ids all"  # overrides the config file; the agent sets CUDA_VISIBLE_DEVICES
+        job_flags_text = f"--num_machines {host_count} --num_processes {host_count * device_count}"
+        job_flags_text += " --gpu_ids all"  # overrides the config file; the agent sets CUDA_VISIBLE_DEVICES
         if host_count > 1:
-            flag_text += f" --machine_rank {host_rank}"
-            flag_text += f" --main_process_ip {first_host_address} --main_process_port {self.port}"
+            job_flags_text += f" --machine_rank {host_rank}"
+            job_flags_text += f" --main_process_ip {first_host_address} --main_process_port {self.port}"
         launcher_command = [sys.executable, "-m", "accelerate.commands.launch", *self.launcher_flags]
-        return [*launcher_command, *flag_text.split(), *self.script_command]
+        return [*launcher_command, *job_flags_text.split(), *self.script_command]
 
     def host_descriptions(self, first_host_address: str) -> list[str]:
         """Return a description of each host's ranks and devices.
 
         With several hosts, the first description contains the first host's address.
         """
-        descriptions: list[str] = []
+        host_descriptions: list[str] = []
         first_rank = 0
         for host in self.hosts:
             device_count = len(host.devices)
             last_rank = first_rank + device_count - 1
             rank_text = f"rank {first_rank}" if device_count == 1 else f"ranks {first_rank}-{last_rank}"
-            descriptions.append(f"{rank_text}  devices {','.join(map(str, host.devices))}")
+            host_descriptions.append(f"{rank_text}  devices {','.join(map(str, host.devices))}")
             first_rank += device_count
         if len(self.hosts) > 1:
-            descriptions[0] += f"  master {first_host_address}:{self.port}"
-        return descriptions
+            host_descriptions[0] += f"  master {first_host_address}:{self.port}"
+        return host_descriptions
 
     def first_host_address(self, connections: Sequence[HostConnection]) -> str:
         """Return the address at which all hosts can reach the first host.
@@ -90,17 +90,17 @@ class LaunchPlan:
         On hosts without a GPU, Accelerate runs each process as a separate job unless the script or the
         environment selects the CPU. Scripts that import onecurve select the CPU.
         """
-        script, *script_flags = self.script_command
-        script_text = (ROOT / script).read_text(errors="replace")
-        selects_cpu = re.search(CPU_SCRIPT_PATTERN, script_text, re.MULTILINE) or CPU_VARIABLE in self.env
+        script_path, *script_flags = self.script_command
+        script_text = (ROOT / script_path).read_text(errors="replace")
+        job_selects_cpu = re.search(CPU_SCRIPT_PATTERN, script_text, re.MULTILINE) or CPU_VARIABLE in self.env
         hello_events = [connection.hello_event for connection in connections]
-        has_gpus = any(event and event["has_gpus"] for event in hello_events)
-        if self.process_count == 1 or selects_cpu or has_gpus or "--cpu" in script_flags:
+        some_host_has_gpus = any(hello_event and hello_event["has_gpus"] for hello_event in hello_events)
+        if self.process_count == 1 or job_selects_cpu or some_host_has_gpus or "--cpu" in script_flags:
             return None
-        processes = f"each of the {self.process_count} processes"
+        processes_text = f"each of the {self.process_count} processes"
         return (
-            f"{script} does not import onecurve."
-            f" On hosts without a GPU, {processes} therefore runs as a separate job."
+            f"{script_path} does not import onecurve."
+            f" On hosts without a GPU, {processes_text} therefore runs as a separate job."
             " To run one job that trains with DDP over gloo, create Accelerator(cpu=True) in the script,"
             f" or put {CPU_VARIABLE}=true before this command and pass --env {CPU_VARIABLE}."
         )
@@ -146,7 +146,7 @@ class JobRunner(Launcher):
         if dry_run:
             self._print_commands()
             return 0
-        start_s = time.monotonic()
+        job_start_s = time.monotonic()
         self.receive_signals_and_send_heartbeats()
         for host in self.plan.hosts:
             self.connect(host)
@@ -156,8 +156,8 @@ class JobRunner(Launcher):
                 if cpu_hint := self.plan.cpu_hint(self.connections):
                     self.log(cpu_hint)
                 self.plan.start(self.connections)
-                elapsed_s = time.monotonic() - start_s
-                self.log(f"started the job after {elapsed_s:.2f} s. Logs are in {self.log_dir}")
+                startup_s = time.monotonic() - job_start_s
+                self.log(f"started the job after {startup_s:.2f} s. Logs are in {self.log_dir}")
                 while any(connection.exit_status is None for connection in self.connections):
                     self.handle_event()
             return self._job_exit_status()
@@ -188,11 +188,11 @@ class JobRunner(Launcher):
     def _print_hosts(self, first_host_address: str) -> None:
         """Print each host's name, SSH address and ranks."""
         default_address = first_host_address  # for a host without an SSH address, which is this machine
-        descriptions = self.plan.host_descriptions(first_host_address)
-        for connection, description in zip(self.connections, descriptions, strict=True):
+        host_descriptions = self.plan.host_descriptions(first_host_address)
+        for connection, host_description in zip(self.connections, host_descriptions, strict=True):
             assert connection.hello_event
             ssh_address = connection.hello_event["reached_at"]
-            self.log(f"{self.padded_label(connection)}  {ssh_address or default_address}  {description}")
+            self.log(f"{self.padded_label(connection)}  {ssh_address or default_address}  {host_description}")
             default_address = "this host"
 
     def _print_commands(self) -> None:
@@ -200,20 +200,20 @@ class JobRunner(Launcher):
         hosts = self.plan.hosts
         first_host_address = self.plan.master_addr or hosts[0].name
         if len(hosts) > 1 and not self.plan.master_addr:
-            remedy = "To use a different address, pass --master_addr ADDRESS."
-            self.log(f"All hosts must be able to reach the first host as {first_host_address}. {remedy}")
-        descriptions = self.plan.host_descriptions(first_host_address)
-        for host_rank, (host, description) in enumerate(zip(hosts, descriptions, strict=True)):
-            self.log(f"{host.name}  {description}")
-            device_assignments = [f"{name}={value}" for name, value in device_variables(host).items()]
+            flag_remedy = "To use a different address, pass --master_addr ADDRESS."
+            self.log(f"All hosts must be able to reach the first host as {first_host_address}. {flag_remedy}")
+        host_descriptions = self.plan.host_descriptions(first_host_address)
+        for host_rank, (host, host_description) in enumerate(zip(hosts, host_descriptions, strict=True)):
+            self.log(f"{host.name}  {host_description}")
+            device_assignments = [f"{variable}={value}" for variable, value in device_variables(host).items()]
             launch_command = self.plan.launch_command(host_rank, first_host_address)
             self.log(f"    {shlex.join([*device_assignments, *launch_command])}")
         if cpu_hint := self.plan.cpu_hint(self.connections):
             self.log(cpu_hint)
 
     def _job_exit_status(self) -> int:
-        statuses = {connection.exit_status for connection in self.connections}
-        if not self.failed_connections and statuses <= {0}:
+        exit_statuses = {connection.exit_status for connection in self.connections}
+        if not self.failed_connections and exit_statuses <= {0}:
             return 0
         failed_statuses = [connection.exit_status for connection in self.failed_connections]
         # Hosts that fail after the first failed host were stopped.
@@ -249,35 +249,35 @@ def failure_cause(connection: HostConnection) -> FailureCause:
     the reason from the host's output.
     """
     lines_with_text = (line for line in reversed(connection.last_lines) if line.strip("=- "))  # not rulers
-    last_line = next(lines_with_text, f"exit status {connection.exit_status}")
+    last_host_line = next(lines_with_text, f"exit status {connection.exit_status}")
     if connection.hello_event is None:
         ssh_remedy = f"`ssh {connection.host.name}` must work without a prompt"
-        return FailureCause(0, f"{last_line} ({ssh_remedy}, and {ROOT} must contain the project)")
+        return FailureCause(0, f"{last_host_line} ({ssh_remedy}, and {ROOT} must contain the project)")
     if connection.exit_status == SSH_FAILURE_STATUS:
-        if SSH_ERROR.match(last_line):
-            return FailureCause(0, f"the ssh connection was lost ({last_line})")
+        if SSH_ERROR.match(last_host_line):
+            return FailureCause(0, f"the ssh connection was lost ({last_host_line})")
         # ssh prints the same for both reasons.
         return FailureCause(0, "the agent was killed, or the ssh connection was lost")
     agent_status = connection.exit_status or 0
     if agent_status < 0:  # only an agent without ssh, on this machine, has a negative status
         return FailureCause(0, f"the agent was killed by signal {-agent_status}")
-    output = "\n".join(connection.last_lines)
-    if suspended_match := re.search(rf"^error: (.* {re.escape(SUSPENDED)})$", output, re.MULTILINE):
+    host_output = "\n".join(connection.last_lines)
+    if suspended_match := re.search(rf"^error: (.* {re.escape(SUSPENDED)})$", host_output, re.MULTILINE):
         return FailureCause(1, suspended_match[1])
     # torchrun reports exit codes. Ignore signal 15 (SIGTERM), with which torchrun ends the other processes,
     # and NCCL's signal 6 (SIGABRT).
-    if kill_match := re.search(r"exitcode *: *-(?!15\b|6\b)(\d+)", output):
+    if kill_match := re.search(r"exitcode *: *-(?!15\b|6\b)(\d+)", host_output):
         return FailureCause(1, f"a process of the job was killed by signal {kill_match[1]}")
     if connection.failure_message:
         return FailureCause(2, connection.failure_message)
-    if error_messages := re.findall(r"^(?:\S+: )?error: (.*)", output, re.MULTILINE):
+    if error_messages := re.findall(r"^(?:\S+: )?error: (.*)", host_output, re.MULTILINE):
         return FailureCause(3, error_messages[0])
-    exceptions = re.findall(r"^(?:\[\w+\]: ?)?(\w[\w.]*(?:Error|Exception): .*)", output, re.MULTILINE)
+    exceptions = re.findall(r"^(?:\[\w+\]: ?)?(\w[\w.]*(?:Error|Exception): .*)", host_output, re.MULTILINE)
     if script_exceptions := [line for line in exceptions if not line.startswith(LAUNCHER_EXCEPTIONS)]:
         return FailureCause(4, script_exceptions[-1])
     # The line before torchrun's report is the message that the script passed to sys.exit().
-    torchrun_report = re.search(r"^(.*)\nE\d{4} .* failed (\(exitcode: \d+\))", output, re.MULTILINE)
+    torchrun_report = re.search(r"^(.*)\nE\d{4} .* failed (\(exitcode: \d+\))", host_output, re.MULTILINE)
     if torchrun_report:
         exit_message, exit_code_text = torchrun_report.groups()
         return FailureCause(4, f"{exit_message} {exit_code_text}")
-    return FailureCause(5, last_line)
+    return FailureCause(5, last_host_line)

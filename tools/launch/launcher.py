@@ -57,8 +57,8 @@ class HostConnection(Connection):
         self.last_lines = [*self.last_lines[-KEPT_LINE_COUNT:], output_line]
         with contextlib.suppress(OSError):  # a full disk on this machine does not end the job
             self.log_file.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.log_file, "a", encoding="utf-8") as log_file:
-                log_file.write(f"{output_line}\n")
+            with open(self.log_file, "a", encoding="utf-8") as opened_log:
+                opened_log.write(f"{output_line}\n")
 
 
 def device_variables(host: Host) -> dict[str, str]:
@@ -156,8 +156,8 @@ class Launcher(ABC):
         self.last_signal_at = time.monotonic()
         if not self.received_signals:
             self.stop_all()
-            remedy = "Send a second signal to kill all processes."
-            self.log(f"stopping: every process saves a checkpoint and exits. {remedy}")
+            kill_remedy = "Send a second signal to kill all processes."
+            self.log(f"stopping: every process saves a checkpoint and exits. {kill_remedy}")
         elif self.last_signal_at - previous_signal_at > SIGNAL_ECHO_S:
             self.request_all("kill")
         self.received_signals.append(signal_number)
@@ -177,9 +177,9 @@ class Launcher(ABC):
             # Set the time in this thread, because a suspended terminal can block the main thread while hosts
             # respond.
             connection.last_line_at = time.monotonic()
-            is_line = isinstance(event_or_line, str)
-            handler: Callable[..., None] = self.on_output_line if is_line else self.on_event
-            self.pending_calls.put(partial(handler, connection, event_or_line))
+            is_output_line = isinstance(event_or_line, str)
+            handler_method: Callable[..., None] = self.on_output_line if is_output_line else self.on_event
+            self.pending_calls.put(partial(handler_method, connection, event_or_line))
         self.pending_calls.put(partial(self.on_agent_end, connection, connection.process.wait()))
 
     def _send_heartbeats(self) -> None:
@@ -210,13 +210,13 @@ class Launcher(ABC):
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
     def padded_label(self, connection: HostConnection) -> str:
-        label_width = max(map(len, self.host_names))
-        label = f"{connection.host.name:{label_width}}"
+        host_label_width = max(map(len, self.host_names))
+        host_label = f"{connection.host.name:{host_label_width}}"
         if not sys.stdout.isatty() or "NO_COLOR" in os.environ:
-            return label
+            return host_label
         host_index = self.host_names.index(connection.host.name)
         colour_code = HOST_COLOUR_CODES[host_index % len(HOST_COLOUR_CODES)]
-        return f"\033[{colour_code}m{label}\033[0m"
+        return f"\033[{colour_code}m{host_label}\033[0m"
 
     def _print_or_hide(self, connection: HostConnection, output_line: str) -> None:
         """Print a line of a host's output.
@@ -225,8 +225,8 @@ class Launcher(ABC):
         """
         if output_line == TRACEBACK_START:
             return  # the next line shows whether this traceback is from the launcher
-        previous_lines = connection.last_lines[-2:-1]  # empty before the second line
-        if previous_lines == [TRACEBACK_START]:
+        previous_output_lines = connection.last_lines[-2:-1]  # empty before the second line
+        if previous_output_lines == [TRACEBACK_START]:
             connection.hides_output = connection.hides_output or FROZEN_RUNPY in output_line
             self._print_line(connection, TRACEBACK_START)
         self._print_line(connection, output_line)

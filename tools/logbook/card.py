@@ -25,7 +25,7 @@ def model_card(model_name: str, exported_model: "ExportedModel", config_json: di
     with contextlib.suppress(ValueError, OSError):
         run = RunRecord(trained_run_folder) if trained_run_folder else None
     flag_values = (exported_model.trained_model.recipe or {}).items()
-    text_by_flag = {flag: flag_text(value) for flag, value in flag_values if value is not None}
+    text_by_flag = {flag: flag_text(flag_value) for flag, flag_value in flag_values if flag_value is not None}
     # State the run's data even if --data differs now, because the accuracy was measured on the run's data.
     data_path = text_by_flag.get("data", exported_model.recipe.data)
     data_name = _public_part(data_path).removeprefix("hub:")
@@ -80,8 +80,8 @@ def _public_part(name_or_path: str) -> str:
 def _recipe_changes(run: RunRecord, exported_step: int) -> list[str]:
     """Return a line for each start before the exported step that changed the recipe."""
     earlier_starts = [start for start in run.kept_starts if start.begin_step < exported_step]
-    changes = [(start.begin_step, recipe_change(start, _public_part)) for start in earlier_starts]
-    return [f"step {first_step:,}: {change}" for first_step, change in changes if change]
+    steps_and_changes = [(start.begin_step, recipe_change(start, _public_part)) for start in earlier_starts]
+    return [f"step {first_step:,}: {change}" for first_step, change in steps_and_changes if change]
 
 
 def _hub_metadata(
@@ -103,8 +103,8 @@ def _hub_metadata(
         raw_accuracy = _raw_accuracy(exported_model)
         is_tested = "test_accuracy" in result_values and raw_accuracy is None
         headline_accuracy = result_values["test_accuracy" if is_tested else "best_accuracy"]
-        accuracy = headline_accuracy if raw_accuracy is None else raw_accuracy
-        metric = {"type": "accuracy", "value": accuracy}
+        exported_accuracy = headline_accuracy if raw_accuracy is None else raw_accuracy
+        metric = {"type": "accuracy", "value": exported_accuracy}
         split_name = result_values.get("test_name" if is_tested else "val_name", "val")
         dataset = {"name": data_name, "type": data_name, "split": split_name}
         hub_result = {"task": {"type": "image-classification"}, "dataset": dataset, "metrics": [metric]}
@@ -121,7 +121,9 @@ def _accuracy_values(exported_model: "ExportedModel", run: RunRecord) -> dict[st
     evaluations = [sorted(evaluation.items()) for evaluation in run.evaluations if evaluation["step"] == step]
     logged_values = [key_and_value for evaluation in evaluations for key_and_value in evaluation]
     metric_rows = [
-        (key.removeprefix("val/"), f"{value:.4f}") for key, value in logged_values if key.startswith("val/")
+        (metric_key.removeprefix("val/"), f"{metric_value:.4f}")
+        for metric_key, metric_value in logged_values
+        if metric_key.startswith("val/")
     ]
     if "test_name" in result_values and step == result_values.get("best_step"):
         split = "test"
@@ -137,20 +139,20 @@ def _accuracy_values(exported_model: "ExportedModel", run: RunRecord) -> dict[st
     return {"images": run.describe_evaluated_images(split), "measures": metric_rows, "by_class": class_rows}
 
 
-def _class_rows(confusion: list[list[int]], class_names: list[str]) -> list[tuple[str, ...]]:
+def _class_rows(confusion_matrix: list[list[int]], class_names: list[str]) -> list[tuple[str, ...]]:
     """Return one row per class, or no rows for more than MAX_CLASS_ROWS.
 
-    Rows of `confusion` are true classes.
+    Rows of `confusion_matrix` are true classes.
     """
     if len(class_names) > MAX_CLASS_ROWS:
         return []
-    image_counts = np.asarray(confusion, float)
-    hits, images, predictions = np.diag(image_counts), image_counts.sum(1), image_counts.sum(0)
-    precision = hits / np.maximum(predictions, 1)
-    recall = hits / np.maximum(images, 1)
-    f1 = 2 * hits / np.maximum(images + predictions, 1)
-    scores_and_images = zip(class_names, precision, recall, f1, images, strict=True)
+    image_counts = np.asarray(confusion_matrix, float)
+    hits, true_counts, predicted_counts = np.diag(image_counts), image_counts.sum(1), image_counts.sum(0)
+    precision = hits / np.maximum(predicted_counts, 1)
+    recall = hits / np.maximum(true_counts, 1)
+    f1 = 2 * hits / np.maximum(true_counts + predicted_counts, 1)
+    scores_and_images = zip(class_names, precision, recall, f1, true_counts, strict=True)
     return [
-        (name, *(f"{score:.4f}" for score in scores), f"{image_count:,.0f}")
-        for name, *scores, image_count in scores_and_images
+        (class_name, *(f"{score:.4f}" for score in scores), f"{image_count:,.0f}")
+        for class_name, *scores, image_count in scores_and_images
     ]

@@ -72,16 +72,16 @@ class Comparison:
         other_flags = [flag for flag in shared_flags if flag not in (*naming_flags, *_result_flags())]
         # Differences in these properties are always part of the names, and other differences only if needed.
         main_properties = [scripts, jobs, *(_flag_texts(runs, flag) for flag in naming_flags)]
-        properties = [*main_properties, hosts, *(_flag_texts(runs, flag) for flag in other_flags)]
+        texts_by_property = [*main_properties, hosts, *(_flag_texts(runs, flag) for flag in other_flags)]
         name_parts: list[tuple[str, ...]] = [()] * len(runs)
-        for run_texts in properties:
-            are_unique = len(set(name_parts)) == len(runs)
-            if len(set(run_texts)) > 1 and (run_texts in main_properties or not are_unique):
-                name_parts = [(*parts, text) for parts, text in zip(name_parts, run_texts, strict=True)]
-        names = [", ".join(parts) or job for parts, job in zip(name_parts, jobs, strict=True)]
-        occurrences = [names[:index].count(name) + 1 for index, name in enumerate(names)]
-        numbered_names = zip(names, occurrences, strict=True)
-        return [name if number == 1 else f"{name} ({number})" for name, number in numbered_names]
+        for property_texts in texts_by_property:
+            are_names_unique = len(set(name_parts)) == len(runs)
+            if len(set(property_texts)) > 1 and (property_texts in main_properties or not are_names_unique):
+                name_parts = [(*parts, text) for parts, text in zip(name_parts, property_texts, strict=True)]
+        run_names = [", ".join(parts) or job for parts, job in zip(name_parts, jobs, strict=True)]
+        occurrences = [run_names[:index].count(run_name) + 1 for index, run_name in enumerate(run_names)]
+        numbered_names = zip(run_names, occurrences, strict=True)
+        return [run_name if number == 1 else f"{run_name} ({number})" for run_name, number in numbered_names]
 
     @cached_property
     def groups(self) -> list[seeds.RunGroup]:
@@ -92,8 +92,8 @@ class Comparison:
     @property
     def target(self) -> float | None:
         """Target accuracy for the row `time to accuracy`."""
-        results = [run.result_values for run in self.runs]
-        best_accuracies = [values["best_accuracy"] for values in results if "best_accuracy" in values]
+        results_of_runs = [run.result_values for run in self.runs]
+        best_accuracies = [values["best_accuracy"] for values in results_of_runs if "best_accuracy" in values]
         return self.target_accuracy or min(best_accuracies, default=None)
 
 
@@ -105,8 +105,8 @@ def read_search(result_file: Path) -> dict[str, Any]:
         raise ValueError(f"{result_file} can't be read: {error.strerror}") from None
     needed_keys = ("script", "strategy", "processes", "recipe", "trials")
     missing_keys = [key for key in needed_keys if key not in search and key not in wrong_keys]
-    if keys := ", ".join([*wrong_keys, *missing_keys]):
-        raise ValueError(f"{result_file} is not a {SEARCH_RESULT_NAME}. Missing or wrong keys: {keys}")
+    if bad_keys := ", ".join([*wrong_keys, *missing_keys]):
+        raise ValueError(f"{result_file} is not a {SEARCH_RESULT_NAME}. Missing or wrong keys: {bad_keys}")
     return search | {"recipe": without_removed_flags(search["recipe"])}
 
 
@@ -119,35 +119,41 @@ def different_images(first_run: RunRecord, other_run: RunRecord) -> str:
     Skip properties that one of the runs does not record, for example the split of a killed run.
     """
     runs = (first_run, other_run)
-    sources = [run.recipe_file.get("source") for run in runs]
+    data_sources = [run.recipe_file.get("source") for run in runs]
     values_by_property = {
-        "data": sources if all(sources) else [run.data_name for run in runs],
+        "data": data_sources if all(data_sources) else [run.data_name for run in runs],
         "split": [run.result_values.get("val_name") for run in runs],
         "images": [None if run.fold else run.result_values.get("val_images") for run in runs],
         "chosen": [
             run.recipe_file.get("val_chosen") if run.recipe.get("max_val_images") else "all" for run in runs
         ],
     }
-    known_values = {name: values for name, values in values_by_property.items() if None not in values}
-    return "; ".join(f"{name}: {old}, {new}" for name, (old, new) in known_values.items() if old != new)
+    known_values = {
+        property_name: values for property_name, values in values_by_property.items() if None not in values
+    }
+    return "; ".join(
+        f"{property_name}: {first_value}, {other_value}"
+        for property_name, (first_value, other_value) in known_values.items()
+        if first_value != other_value
+    )
 
 
 def _flag_texts(runs: list[RunRecord], flag: str) -> list[str]:
     """Return the flag and its value as text, for each run. Shorten paths to the last part."""
-    settings = [run.setting_over_starts(partial(_flag_value, flag)) for run in runs]
-    values = [setting.replace(", then", " then") for setting in settings]
+    flag_settings = [run.setting_over_starts(partial(_flag_value, flag)) for run in runs]
+    value_texts = [flag_setting.replace(", then", " then") for flag_setting in flag_settings]
     if any(run.fold for run in runs) and flag == "holdout":
-        return [f"fold {value}" for value in values]
-    return [f"{flag} {value.rstrip('/').rpartition('/')[2]}" for value in values]
+        return [f"fold {value_text}" for value_text in value_texts]
+    return [f"{flag} {value_text.rstrip('/').rpartition('/')[2]}" for value_text in value_texts]
 
 
 def speed_up_over(first_run: RunRecord, run: RunRecord, time_key: str) -> tuple[float | None, str]:
     """Return the speed-up in `time_key` (train_s or wall_s) and an empty reason, or None and a reason."""
     labels = {"batch_size": "batch size", "steps": "number of steps", "data": "data", "script": "script"}
-    for key, label in labels.items():
-        value, reference = run.result_values.get(key), first_run.result_values.get(key)
-        if value != reference:
-            return None, f"the {label} is {value}, but {reference} in the first run"
+    for result_key, key_label in labels.items():
+        run_value, first_value = run.result_values.get(result_key), first_run.result_values.get(result_key)
+        if run_value != first_value:
+            return None, f"the {key_label} is {run_value}, but {first_value} in the first run"
     for compared_run in (first_run, run):
         subject = "the first run" if compared_run is first_run else "the run"
         if compared_run.result_values["status"] != "finished":
@@ -162,15 +168,18 @@ def speed_up_over(first_run: RunRecord, run: RunRecord, time_key: str) -> tuple[
 def setting_differences(runs: list[RunRecord]) -> dict[str, list[str]]:
     """Map each setting that differs between the runs to its values. Skip settings compared elsewhere."""
     settings_of_runs = [run_settings(run) for run in runs]
-    setting_names = dict.fromkeys(name for settings in settings_of_runs for name in settings)
-    values_by_name = {name: [run.get(name, "unknown") for run in settings_of_runs] for name in setting_names}
+    setting_names = dict.fromkeys(setting_name for settings in settings_of_runs for setting_name in settings)
+    values_by_name = {
+        setting_name: [run_texts.get(setting_name, "unknown") for run_texts in settings_of_runs]
+        for setting_name in setting_names
+    }
     different_settings = {name: values for name, values in values_by_name.items() if len(set(values)) > 1}
     return different_settings | _sharding_differences(runs)
 
 
 def _sharding_differences(runs: list[RunRecord]) -> dict[str, list[str]]:
     """Map each sharding setting that differs between runs with the same strategy to its values."""
-    differences = {}
+    sharding_differences = {}
     strategies = [run.result_values.get("strategy") for run in runs]
     for strategy in dict.fromkeys(strategies):
         shardings = [
@@ -178,21 +187,21 @@ def _sharding_differences(runs: list[RunRecord]) -> dict[str, list[str]]:
             for run, run_strategy in zip(runs, strategies, strict=True)
         ]
         setting_names = dict.fromkeys(name for sharding in shardings for name in sharding or ())
-        for name in setting_names:
-            values = ["-"] * len(runs)  # "-" for runs with a different strategy
-            for index, sharding in enumerate(shardings):
+        for setting_name in setting_names:
+            setting_values = ["-"] * len(runs)  # "-" for runs with a different strategy
+            for run_index, sharding in enumerate(shardings):
                 if sharding is not None:
-                    values[index] = flag_text(sharding.get(name, "unknown"))
-            if len(set(values) - {"-"}) > 1:
-                differences[f"{strategy}: {name}"] = values
-    return differences
+                    setting_values[run_index] = flag_text(sharding.get(setting_name, "unknown"))
+            if len(set(setting_values) - {"-"}) > 1:
+                sharding_differences[f"{strategy}: {setting_name}"] = setting_values
+    return sharding_differences
 
 
 def run_settings(run: RunRecord) -> dict[str, str]:
     """Return the run's settings that a comparison lists when they differ between runs."""
     excluded_flags = (*_result_flags(), *RESOLVED_FLAGS)
-    flags = [flag for flag in run.recipe if flag not in excluded_flags]
-    flag_values = {flag: run.setting_over_starts(partial(_flag_value, flag)) for flag in flags}
+    compared_flags = [flag for flag in run.recipe if flag not in excluded_flags]
+    flag_values = {flag: run.setting_over_starts(partial(_flag_value, flag)) for flag in compared_flags}
     keys = ["script", "data", "batch_size", "per_device_batch_size", "accumulation_steps", "epochs", "steps"]
     keys += ["mixed_precision", "half_precision", "gradient_reduction", "compile", "grad_checkpointing"]
     keys += ["step_graph", "val_name", "val_images", "status"]
@@ -216,7 +225,7 @@ def run_settings(run: RunRecord) -> dict[str, str]:
 
 def _result_flags() -> list[str]:
     """Return the flags that specify where a run's results are stored. All runs differ in these flags."""
-    return [flag for flag, located in declared_values("locates").items() if located == "results"]
+    return [flag for flag, location_type in declared_values("locates").items() if location_type == "results"]
 
 
 def _flag_value(flag: str, settings: dict[str, Any]) -> str:
@@ -244,10 +253,10 @@ def comparison_page(comparison: Comparison, plots_link: str, page_links: list[st
         page_links: Link to each run's page, or None for a run without a page.
     """
     runs, run_names, groups = comparison.runs, comparison.names, comparison.groups
-    columns = [_run_column(comparison, run, name) for run, name in zip(runs, run_names, strict=True)]
-    differences = setting_differences(runs)
+    run_columns = [_run_column(comparison, run, name) for run, name in zip(runs, run_names, strict=True)]
+    values_by_setting = setting_differences(runs)
     named_runs = zip(run_names, runs, strict=True)
-    problems = [f"{name}: {problem}" for name, run in named_runs for problem in run.problems]
+    run_problems = [f"{name}: {run_problem}" for name, run in named_runs for run_problem in run.problems]
     return render(
         "compare.md.j2",
         title=page_title(comparison),
@@ -256,12 +265,12 @@ def comparison_page(comparison: Comparison, plots_link: str, page_links: list[st
         groups=groups,
         verdicts=[seeds.seed_verdict(groups[0], group) for group in groups[1:]],
         target=comparison.target,
-        columns=columns,
-        doubts=_timing_warnings(columns),
+        columns=run_columns,
+        doubts=_timing_warnings(run_columns),
         picture=plots_link,
-        different=[[setting, *map(code_span, values)] for setting, values in differences.items()],
+        different=[[setting, *map(code_span, values)] for setting, values in values_by_setting.items()],
         searches=[_search_values(search) for search in comparison.searches],
-        problems=problems,
+        problems=run_problems,
     )
 
 
@@ -275,16 +284,16 @@ def page_title(comparison: Comparison) -> str:
     return f"{first_run.model} on {first_run.data_name}: {'; '.join(comparison.names)}"
 
 
-def _timing_warnings(columns: list[dict[str, Any]]) -> list[str]:
+def _timing_warnings(run_columns: list[dict[str, Any]]) -> list[str]:
     """Return warnings about doubtful times: uneven throughput and efficiencies above 100 %."""
-    unsteady_columns = [column for column in columns if (column["spread"] or 0) > MAX_THROUGHPUT_SPREAD]
+    unsteady_columns = [column for column in run_columns if (column["spread"] or 0) > MAX_THROUGHPUT_SPREAD]
     timing_warnings = [
         f"The throughput of {column['name']} varied by {column['spread']:.0%} of the median during the run."
         " Another program probably used the machine. Repeat the run before you quote the run's time."
         for column in unsteady_columns
     ]
-    if names_above := [column["name"] for column in columns if (column["efficiency"] or 0) > 1]:
-        cause = "was slowed down" if columns[0] in unsteady_columns else "may have been slowed down"
+    if names_above := [column["name"] for column in run_columns if (column["efficiency"] or 0) > 1]:
+        cause = "was slowed down" if run_columns[0] in unsteady_columns else "may have been slowed down"
         timing_warnings.append(
             f"An efficiency above 100 % ({', '.join(names_above)}) is not caused by the number of processes."
             f" The first run {cause}."
@@ -292,10 +301,10 @@ def _timing_warnings(columns: list[dict[str, Any]]) -> list[str]:
     return timing_warnings
 
 
-def _run_column(comparison: Comparison, run: RunRecord, name: str) -> dict[str, Any]:
+def _run_column(comparison: Comparison, run: RunRecord, run_name: str) -> dict[str, Any]:
     """Return the values in a run's table column, together with the values in its result.json."""
     first_run, result_values = comparison.runs[0], run.result_values
-    speed_up, reason = speed_up_over(first_run, run, "train_s")
+    speed_up, slowness_reason = speed_up_over(first_run, run, "train_s")
     first_processes, processes = first_run.result_values.get("processes"), result_values.get("processes")
     if run is not first_run and not (first_run.has_constant_hardware and run.has_constant_hardware):
         processes = None  # result.json contains only the last start's processes
@@ -304,21 +313,21 @@ def _run_column(comparison: Comparison, run: RunRecord, name: str) -> dict[str, 
     efficiency = None
     if speed_up is not None and first_processes and processes:
         efficiency = speed_up * first_processes / processes
-    utilisation, device = run.mean_utilisation_pct
+    mean_utilisation, device_type = run.mean_utilisation_pct
     times_reached = (line["wall_s"] for line in run.evaluations if line.get("val/accuracy", -1) >= target)
     total_speed_up, _ = speed_up_over(first_run, run, "wall_s")
     return result_values | {
         **{key: run.setting_over_starts(methodcaller("get", key)) for key in keys_set_by_starts},
         "hosts": run.setting_over_starts(host_count),
-        "name": name,
+        "name": run_name,
         "time_to_target": next(times_reached, None),
         "speed_up": speed_up,
-        "no_speed_up": reason,
+        "no_speed_up": slowness_reason,
         "efficiency": efficiency,
         "spread": run.throughput_spread,
         "whole_speed_up": total_speed_up,
         "memory": run.peak_memory_gib,
-        "busy": utilisation and f"{utilisation:.0f} % of {device}s",
+        "busy": mean_utilisation and f"{mean_utilisation:.0f} % of {device_type}s",
         "largest": _largest_batch(run, comparison.searches),
     }
 
@@ -328,7 +337,9 @@ def _largest_batch(run: RunRecord, searches: tuple[dict[str, Any], ...]) -> int 
     result_keys = ["script", "strategy", "processes", "mixed_precision", "half_precision", "compile"]
     result_keys += ["grad_checkpointing"]
     for search in searches if run.has_constant_hardware else ():
-        has_same_recipe = all(run.recipe.get(flag) == value for flag, value in search["recipe"].items())
+        has_same_recipe = all(
+            run.recipe.get(flag) == flag_value for flag, flag_value in search["recipe"].items()
+        )
         has_same_sharding = search.get("sharding") == run.recipe_file.get("sharding")
         has_same_results = all(search.get(key) == run.result_values.get(key) for key in result_keys)
         if has_same_recipe and has_same_sharding and has_same_results:

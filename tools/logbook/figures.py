@@ -25,13 +25,13 @@ def draw_run(run: RunRecord, folder: Path) -> list[str]:
     for plot_name, panel_rows in panels_by_plot.items():
         if panel_rows:
             draw_panels(scratch / f"{plot_name}.png", panel_rows, title)
-    for name, report in {"training": run.confusion, **run.validation_reports}.items():
+    for report_name, report in {"training": run.confusion, **run.validation_reports}.items():
         if {"confusion", "mistakes"} & report.keys():
-            split = f", {report['split']} split" if "split" in report else ""
-            draw_confusion(scratch / f"confusion_{name}.png", report, title + split)
-        for worst_images in files_inside(run.folder, f"validation/{escape(name)}/worst.png"):
+            split_text = f", {report['split']} split" if "split" in report else ""
+            draw_confusion(scratch / f"confusion_{report_name}.png", report, title + split_text)
+        for worst_images in files_inside(run.folder, f"validation/{escape(report_name)}/worst.png"):
             try:
-                read_png_as_rgb(worst_images).save(scratch / f"worst_{name}.png")
+                read_png_as_rgb(worst_images).save(scratch / f"worst_{report_name}.png")
             except ValueError as error:
                 run.problems.append(f"{worst_images.relative_to(run.folder)} {error}")
     discard(folder)
@@ -48,25 +48,25 @@ def time_unit(seconds: float) -> tuple[str, float]:
 
 def _curve_panels(run: RunRecord) -> list[list[Panel]]:
     """Plot loss and accuracy against steps and time, and learning rate and throughput against steps."""
-    unit, unit_s = time_unit(max((line["wall_s"] for line in run.metrics), default=0))
-    time_key = f"time, {unit}"
-    lines = [line | {time_key: line["wall_s"] / unit_s} for line in run.metrics]
+    x_unit, unit_s = time_unit(max((log_line["wall_s"] for log_line in run.metrics), default=0))
+    time_key = f"time, {x_unit}"
+    log_lines = [log_line | {time_key: log_line["wall_s"] / unit_s} for log_line in run.metrics]
     loss_keys, accuracy_keys = ("train/loss", "val/loss"), ("val/accuracy", "val/raw_accuracy")
-    loss_row = [curves_panel(lines, x_key, "loss", loss_keys) for x_key in ("step", time_key)]
-    accuracy_row = [curves_panel(lines, x_key, "accuracy", accuracy_keys) for x_key in ("step", time_key)]
+    loss_row = [curves_panel(log_lines, x_key, "loss", loss_keys) for x_key in ("step", time_key)]
+    accuracy_row = [curves_panel(log_lines, x_key, "accuracy", accuracy_keys) for x_key in ("step", time_key)]
     throughput_label, throughput_keys = f"{run.unit}/s", ("train/images_per_s",)
     throughput_row = [
-        curves_panel(lines, "step", "learning rate", ("train/lr",)),
-        curves_panel(lines, "step", throughput_label, throughput_keys),
+        curves_panel(log_lines, "step", "learning rate", ("train/lr",)),
+        curves_panel(log_lines, "step", throughput_label, throughput_keys),
     ]
     panel_rows = [loss_row, accuracy_row, throughput_row]
     if host_count_panel := _host_count_panel(run, time_key, unit_s):
-        throughput_panel = curves_panel(lines, time_key, throughput_label, throughput_keys)
+        throughput_panel = curves_panel(log_lines, time_key, throughput_label, throughput_keys)
         panel_rows.append([host_count_panel, throughput_panel])
     has_accuracy = bool(accuracy_row[0].curves)
     for loss_panel in loss_row:
         loss_panel.has_log_scale = not has_accuracy  # a regression loss falls by several orders of magnitude
-    return [row for row in panel_rows if row[0].curves]
+    return [panel_row for panel_row in panel_rows if panel_row[0].curves]
 
 
 def _host_count_panel(run: RunRecord, time_label: str, unit_s: float) -> Panel | None:
@@ -74,18 +74,18 @@ def _host_count_panel(run: RunRecord, time_label: str, unit_s: float) -> Panel |
     host_changes = run.host_changes
     if not host_changes:
         return None
-    times, host_counts = [0.0], [host_changes[0]["hosts_before"]]
-    for change in host_changes:
-        times += [change["wall_s"] / unit_s] * 2
-        host_counts += [host_counts[-1], change["hosts"]]
-    times.append(run.metrics[-1]["wall_s"] / unit_s)
+    change_times, host_counts = [0.0], [host_changes[0]["hosts_before"]]
+    for host_change in host_changes:
+        change_times += [host_change["wall_s"] / unit_s] * 2
+        host_counts += [host_counts[-1], host_change["hosts"]]
+    change_times.append(run.metrics[-1]["wall_s"] / unit_s)
     host_counts.append(host_counts[-1])
-    return Panel(time_label, "hosts", {"hosts": (times, host_counts)}, starts_at_zero=True)
+    return Panel(time_label, "hosts", {"hosts": (change_times, host_counts)}, starts_at_zero=True)
 
 
 def _telemetry_panels(run: RunRecord) -> list[list[Panel]]:
     """Plot the utilisation, memory and power of GPUs over time. Plot hosts if there are no GPUs."""
-    has_gpus = any(line.get("gpus") for lines in run.telemetry.values() for line in lines)
+    has_gpus = any(telemetry_line.get("gpus") for lines in run.telemetry.values() for telemetry_line in lines)
     label_by_key = {"cpu_pct": "CPU utilisation, %", "memory_gib": "host memory in use, GiB"}
     if has_gpus:
         label_by_key = {"utilisation_pct": "GPU utilisation, %", "memory_gib": "GPU memory in use, GiB"}
@@ -100,26 +100,26 @@ def _telemetry_panels(run: RunRecord) -> list[list[Panel]]:
         return sum(max(0.0, duration) for duration in durations)
 
     samples: list[tuple[float, str, dict[str, Any]]] = []  # seconds, curve name and measured values
-    for host, lines in run.telemetry.items():
-        for line in lines:
-            if "host" in line:  # a process's first line contains no measured values
+    for host, host_lines in run.telemetry.items():
+        for telemetry_line in host_lines:
+            if "host" in telemetry_line:  # a process's first line contains no measured values
                 continue
-            seconds = training_seconds_at(line["t"])
+            seconds = training_seconds_at(telemetry_line["t"])
             if has_gpus:
-                gpus = line.get("gpus", [])
+                gpus = telemetry_line.get("gpus", [])
                 samples += [(seconds, f"{host}, GPU {gpu.get('index')}", gpu) for gpu in gpus]
             else:
-                samples.append((seconds, host, line))
-    unit, unit_s = time_unit(max((seconds for seconds, *_ in samples), default=0))
+                samples.append((seconds, host, telemetry_line))
+    x_unit, unit_s = time_unit(max((seconds for seconds, *_ in samples), default=0))
     telemetry_panels = []
-    for key, label in label_by_key.items():
+    for sample_key, axis_label in label_by_key.items():
         curves: dict[str, tuple[list[float], list[float]]] = {}
-        for seconds, curve_name, measured in samples:
-            if measured.get(key) is not None:
-                times, values = curves.setdefault(curve_name, ([], []))
-                times.append(seconds / unit_s)
-                values.append(measured[key])
-        telemetry_panels.append(Panel(f"time, {unit}", label, dict(curves), starts_at_zero=True))
+        for seconds, curve_name, measured_values in samples:
+            if measured_values.get(sample_key) is not None:
+                curve_times, curve_values = curves.setdefault(curve_name, ([], []))
+                curve_times.append(seconds / unit_s)
+                curve_values.append(measured_values[sample_key])
+        telemetry_panels.append(Panel(f"time, {x_unit}", axis_label, dict(curves), starts_at_zero=True))
     panels_with_curves = [panel for panel in telemetry_panels if panel.curves]
     return [panels_with_curves] if panels_with_curves else []
 
@@ -134,26 +134,26 @@ def draw_comparison(comparison: Comparison, file: Path) -> None:
         accuracy_x_key, accuracy_x_unit = "step", 1.0
     else:
         runs_by_name = {name: (run,) for name, run in zip(comparison.names, comparison.runs, strict=True)}
-        times = [line["wall_s"] for run in comparison.runs for line in run.metrics]
-        unit, unit_s = time_unit(max(times, default=0))
-        accuracy_panel, loss_panel = Panel(f"time, {unit}", "accuracy"), Panel("step", "train/loss")
+        logged_times = [log_line["wall_s"] for run in comparison.runs for log_line in run.metrics]
+        x_unit, unit_s = time_unit(max(logged_times, default=0))
+        accuracy_panel, loss_panel = Panel(f"time, {x_unit}", "accuracy"), Panel("step", "train/loss")
         accuracy_x_key, accuracy_x_unit = "wall_s", unit_s
     bar_panels = {"images_per_s": Panel(f"{first_run.unit}/s", ""), "wall_s": Panel("total time, s", "")}
-    for name, runs in runs_by_name.items():
-        _add_mean_curve(accuracy_panel, name, runs, "val/accuracy", accuracy_x_key, accuracy_x_unit)
-        _add_mean_curve(loss_panel, name, runs, "train/loss", "step", 1.0)
-        for key, bar_panel in bar_panels.items():
-            if values := [run.result_values[key] for run in runs if key in run.result_values]:
-                bar_panel.bars[name] = fmean(values)
-    title = f"{first_run.model} on {first_run.data_name}"
-    draw_panels(file, [[accuracy_panel, loss_panel], list(bar_panels.values())], title)
+    for curve_name, runs in runs_by_name.items():
+        _add_mean_curve(accuracy_panel, curve_name, runs, "val/accuracy", accuracy_x_key, accuracy_x_unit)
+        _add_mean_curve(loss_panel, curve_name, runs, "train/loss", "step", 1.0)
+        for result_key, bar_panel in bar_panels.items():
+            if values := [run.result_values[result_key] for run in runs if result_key in run.result_values]:
+                bar_panel.bars[curve_name] = fmean(values)
+    plot_title = f"{first_run.model} on {first_run.data_name}"
+    draw_panels(file, [[accuracy_panel, loss_panel], list(bar_panels.values())], plot_title)
 
 
 def _add_mean_curve(
-    panel: Panel, name: str, runs: Sequence[RunRecord], y_key: str, x_key: str, x_unit: float
+    panel: Panel, curve_name: str, runs: Sequence[RunRecord], y_key: str, x_key: str, x_unit: float
 ) -> None:
     """Add the curve of the runs' mean values, at the steps or times that all runs logged."""
     logged_lines = [[line for line in run.metrics if y_key in line] for run in runs]
-    run_curves = [{line[x_key] / x_unit: line[y_key] for line in lines} for lines in logged_lines]
+    run_curves = [{line[x_key] / x_unit: line[y_key] for line in run_lines} for run_lines in logged_lines]
     if common_x := sorted(set.intersection(*map(set, run_curves))):
-        panel.curves[name] = (common_x, [fmean(curve[x] for curve in run_curves) for x in common_x])
+        panel.curves[curve_name] = (common_x, [fmean(curve[x] for curve in run_curves) for x in common_x])

@@ -36,39 +36,39 @@ def setting_over_steps(run: RunRecord, read_setting: SettingReader) -> Any:
     settings_and_steps = [(text(read_setting(start.settings)), start.last_kept_step) for start in kept_starts]
     starts_by_setting = groupby(settings_and_steps, key=lambda setting_and_step: setting_and_step[0])
     settings_in_order = []  # each setting with the last step that was trained with the setting
-    for setting, starts in starts_by_setting:
-        *_, (_, last_step) = starts
+    for setting, consecutive_starts in starts_by_setting:
+        *_, (_, last_step) = consecutive_starts
         settings_in_order.append((setting, last_step))
     if len(settings_in_order) < 2:
         return read_setting(run.last_start_settings)
     *earlier_settings, (last_setting, _) = settings_in_order
-    texts = [Markup("{} to step {:,}").format(setting, step) for setting, step in earlier_settings]
-    texts.append(last_setting)
-    if len(texts) > MAX_JOINED_VALUES:
-        other_count = Markup("{} others").format(len(texts) - MAX_JOINED_VALUES + 1)
-        texts = [*texts[: MAX_JOINED_VALUES - 2], other_count, texts[-1]]
-    return Markup(", then ").join(texts)
+    setting_texts = [Markup("{} to step {:,}").format(setting, step) for setting, step in earlier_settings]
+    setting_texts.append(last_setting)
+    if len(setting_texts) > MAX_JOINED_VALUES:
+        other_count = Markup("{} others").format(len(setting_texts) - MAX_JOINED_VALUES + 1)
+        setting_texts = [*setting_texts[: MAX_JOINED_VALUES - 2], other_count, setting_texts[-1]]
+    return Markup(", then ").join(setting_texts)
 
 
 def batch_text(settings: dict[str, Any]) -> str | None:
     """Return the batch as a product, for example `128 = 64 images x 2 processes x 1 accumulation`."""
-    keys = ("batch_size", "per_device_batch_size", "processes", "accumulation_steps")
-    batch_size, per_device, processes, accumulations = (settings.get(key) for key in keys)
-    unit = settings.get("unit", "images")
+    setting_keys = ("batch_size", "per_device_batch_size", "processes", "accumulation_steps")
+    batch_size, per_device, processes, accumulations = (settings.get(key) for key in setting_keys)
+    sample_unit = settings.get("unit", "images")
     if None in (batch_size, per_device, processes, accumulations):
-        return f"{batch_size} {unit}" if batch_size else None
-    factors = [plural(per_device, unit.removesuffix("s")), plural(processes, "process")]
-    return f"{batch_size} = " + " x ".join([*factors, plural(accumulations, "accumulation")])
+        return f"{batch_size} {sample_unit}" if batch_size else None
+    batch_factors = [plural(per_device, sample_unit.removesuffix("s")), plural(processes, "process")]
+    return f"{batch_size} = " + " x ".join([*batch_factors, plural(accumulations, "accumulation")])
 
 
 def sharding_text(settings: dict[str, Any]) -> str:
-    sharding = settings.get("sharding", {})
-    return ", ".join(f"{name} {flag_text(value)}" for name, value in sharding.items()) or "none"
+    sharding_settings = settings.get("sharding", {})
+    return ", ".join(f"{name} {flag_text(value)}" for name, value in sharding_settings.items()) or "none"
 
 
 def versions_text(settings: dict[str, Any]) -> str | None:
-    versions = settings.get("versions", {})
-    return ", ".join(f"{package} {version}" for package, version in versions.items()) or None
+    version_by_package = settings.get("versions", {})
+    return ", ".join(f"{package} {version}" for package, version in version_by_package.items()) or None
 
 
 def commit_text(settings: dict[str, Any]) -> str | None:
@@ -108,10 +108,10 @@ def setting_rows(run: RunRecord) -> list[list[Any]]:
     """Return one row per setting for the page's table."""
     initial_weights = public_path(run.recipe_file.get("resumed_from", "fresh weights"))
     resumed_steps = [f"{start.begin_step:,}" for start in run.kept_starts[1:]]
-    noun = "steps" if len(resumed_steps) > 1 else "step"
-    resumed = f"; resumed at {noun} {', '.join(resumed_steps)}" if resumed_steps else ""
+    step_noun = "steps" if len(resumed_steps) > 1 else "step"
+    resumed_text = f"; resumed at {step_noun} {', '.join(resumed_steps)}" if resumed_steps else ""
     rows = [[title, setting_over_steps(run, read_setting)] for title, read_setting in SETTING_READERS.items()]
-    return [*rows, ["started from", initial_weights + resumed]]
+    return [*rows, ["started from", initial_weights + resumed_text]]
 
 
 def recipe_value(run: RunRecord, flag: str) -> Any:
@@ -139,7 +139,7 @@ def commands_text(run: RunRecord) -> str:
         return command_text(run.recipe_file)
     comments = [f"# steps {start.begin_step + 1:,} to {start.last_kept_step:,}" for start in run.kept_starts]
     commented_commands = zip(comments, start_commands, strict=True)
-    return "\n".join(f"{comment}\n{words or '# not recorded'}" for comment, words in commented_commands)
+    return "\n".join(f"{comment}\n{command or '# not recorded'}" for comment, command in commented_commands)
 
 
 def command_text(settings: dict[str, Any]) -> str:
@@ -156,30 +156,32 @@ def start_rows(run: RunRecord) -> list[list[Any]]:
 
 def _start_row(run: RunRecord, start_index: int) -> list[Any]:
     start = run.starts[start_index]
-    settings, earlier_starts = start.settings, run.starts[:start_index]
-    began_at = time.strftime("%Y-%m-%d %H:%M", time.gmtime(settings["at"])) if "at" in settings else None
+    start_settings, earlier_starts = start.settings, run.starts[:start_index]
+    began_at = (
+        time.strftime("%Y-%m-%d %H:%M", time.gmtime(start_settings["at"])) if "at" in start_settings else None
+    )
     steps = f"{start.begin_step + 1:,} to {start.last_kept_step:,}" if start.trains_kept_steps else "none"
     previous_starts = (earlier for earlier in earlier_starts[::-1] if earlier.begin_step < start.begin_step)
-    previous = next(previous_starts, None)
-    changes = [recipe_change(start), *(_setting_changes(previous, start) if previous else ())]
+    previous_start = next(previous_starts, None)
+    changes = [recipe_change(start), *(_setting_changes(previous_start, start) if previous_start else ())]
     if not start.is_recorded:
         changes = [UNRECORDED]
     changes_text = "; ".join(filter(None, changes)) or None
-    hardware, precision = strategy_and_devices(settings), mixed_precision_text(settings)
-    return [began_at, steps, hardware, batch_text(settings), precision, changes_text]
+    hardware, precision = strategy_and_devices(start_settings), mixed_precision_text(start_settings)
+    return [began_at, steps, hardware, batch_text(start_settings), precision, changes_text]
 
 
 def _setting_changes(previous: RunStart, start: RunStart) -> list[str]:
     """Return changes of settings without a column, for example `torch was 2.11.0, now 2.15.0`."""
     old_and_new = {key: (previous.settings.get(key), start.settings.get(key)) for key in KEYS_WITHOUT_COLUMN}
     for section in ("versions", "sharding"):
-        old, new = previous.settings.get(section, {}), start.settings.get(section, {})
-        old_and_new |= {key: (old.get(key), new.get(key)) for key in old | new}
+        old_values, new_values = previous.settings.get(section, {}), start.settings.get(section, {})
+        old_and_new |= {key: (old_values.get(key), new_values.get(key)) for key in old_values | new_values}
     old_and_new["commit"] = old_and_new.pop("git_commit")
     return [
-        f"{name} was {flag_text(old)}, now {flag_text(new)}"
-        for name, (old, new) in old_and_new.items()
-        if None not in (old, new) and old != new
+        f"{setting_name} was {flag_text(old_value)}, now {flag_text(new_value)}"
+        for setting_name, (old_value, new_value) in old_and_new.items()
+        if None not in (old_value, new_value) and old_value != new_value
     ]
 
 
@@ -191,8 +193,8 @@ def resume_verdict(run: RunRecord) -> str:
         return f"The recipe changed. {'. '.join(change.capitalize() for change in run.recipe_changes)}."
     if not run.kept_starts[0].is_recorded:
         return "The run does not record whether all steps were trained with the same recipe."
-    commits = {str(start.settings.get("git_commit")) for start in run.kept_starts}
-    if len(commits) > 1:
+    start_commits = {str(start.settings.get("git_commit")) for start in run.kept_starts}
+    if len(start_commits) > 1:
         consequence = "The new code may have affected the training result."
         return f"The recipe did not change, but the commit changed. {consequence}"
     per_device_batch_sizes = {start.settings.get("per_device_batch_size") for start in run.kept_starts}

@@ -82,10 +82,10 @@ def markdown_table(
         headings: Column titles.
         numbers: True to right-align all columns except the first column.
     """
-    alignment = Markup("---:" if numbers else "---")
-    separator_row = [Markup("---"), *[alignment] * (len(headings) - 1)]
+    cell_alignment = Markup("---:" if numbers else "---")
+    separator_row = [Markup("---"), *[cell_alignment] * (len(headings) - 1)]
     table_rows = [headings, separator_row, *rows]
-    table_lines = [f"| {' | '.join(map(text, cells))} |" for cells in table_rows]
+    table_lines = [f"| {' | '.join(map(text, row_cells))} |" for row_cells in table_rows]
     return Markup("\n".join(table_lines) if len(table_lines) > 2 else "")
 
 
@@ -96,10 +96,10 @@ def known_rows(rows: Iterable[tuple[object, str, Any]]) -> list[list[object]]:
         rows: Tuples of label, format string, and a value or a list of values.
     """
     formatted_rows: list[list[object]] = []
-    for label, format_string, value_or_values in rows:
-        values = value_or_values if isinstance(value_or_values, list) else [value_or_values]
-        if any(value is not None for value in values):
-            formatted_rows.append([label, *(formatted(value, format_string) for value in values)])
+    for row_label, format_string, value_or_values in rows:
+        row_values = value_or_values if isinstance(value_or_values, list) else [value_or_values]
+        if any(value is not None for value in row_values):
+            formatted_rows.append([row_label, *(formatted(value, format_string) for value in row_values)])
     return formatted_rows
 
 
@@ -117,11 +117,11 @@ def item_table(
         labels_and_formats: Label and format string of each key.
     """
     shown_keys = [key for key in labels_and_formats if any(item.get(key) is not None for item in items)]
-    shown_columns = [(key, *labels_and_formats[key]) for key in shown_keys]
-    rows = [
+    shown_columns = [(item_key, *labels_and_formats[item_key]) for item_key in shown_keys]
+    table_rows = [
         [formatted(item.get(key), number_format) for key, _, number_format in shown_columns] for item in items
     ]
-    return markdown_table(rows, [label for _, label, _ in shown_columns])
+    return markdown_table(table_rows, [column_label for _, column_label, _ in shown_columns])
 
 
 def folded(content: str, summary: str) -> Markup:
@@ -142,7 +142,7 @@ def _single_line(content: object) -> str:
     return printable(" ".join(str(content).split()))
 
 
-def _fence(content: str, min_backticks: int) -> str:
+def _fence(code_text: str, min_backticks: int) -> str:
     """Return a fence that is longer than any run of backticks in the content."""
-    longest_run = max(map(len, re.findall("`+", content)), default=0)
+    longest_run = max(map(len, re.findall("`+", code_text)), default=0)
     return "`" * max(min_backticks, longest_run + 1)

@@ -57,7 +57,11 @@ def run_page(run: RunRecord, page_stem: str, plot_files: list[str]) -> str:
         early_end=early_end_in_words(run.result_values),
         evaluations=evaluations,
         measured=_metric_rows(evaluations.values()),
-        reports={name: _report_values(report) for name, report in run.validation_reports.items() if report},
+        reports={
+            report_name: _report_values(report)
+            for report_name, report in run.validation_reports.items()
+            if report
+        },
         stamps=_verifications_with_changes(run),
         meaning=VERIFICATION_MEANING,
         parts=seconds_by_activity(run),
@@ -78,15 +82,15 @@ def run_page(run: RunRecord, page_stem: str, plot_files: list[str]) -> str:
 
 def index_values(run: RunRecord) -> dict[str, Any]:
     """Return the values that the index shows for a run."""
-    values = {"model": run.model, "data": run.data_name, "is_rehearsal": run.is_rehearsal}
-    values |= {key: run.setting_over_starts(methodcaller("get", key)) for key in KEYS_SET_BY_STARTS}
-    defaults = run.recipe_file.get("defaults") or {}
-    flags_with_column = {*values, *declared_values("locates")}
-    other_flags = [flag for flag in defaults if flag not in flags_with_column and flag in run.recipe]
-    changed_flags = [flag for flag in other_flags if not history.is_default(run, flag, defaults[flag])]
+    page_values = {"model": run.model, "data": run.data_name, "is_rehearsal": run.is_rehearsal}
+    page_values |= {key: run.setting_over_starts(methodcaller("get", key)) for key in KEYS_SET_BY_STARTS}
+    default_by_flag = run.recipe_file.get("defaults") or {}
+    flags_with_column = {*page_values, *declared_values("locates")}
+    other_flags = [flag for flag in default_by_flag if flag not in flags_with_column and flag in run.recipe]
+    changed_flags = [flag for flag in other_flags if not history.is_default(run, flag, default_by_flag[flag])]
     flag_texts = [f"{flag} {public_path(flag_text(run.recipe[flag]))}" for flag in changed_flags]
-    values |= {"flags": ", ".join(flag_texts), "hosts": run.setting_over_starts(host_count)}
-    return {key: run.result_values.get(key) for key in INDEX_KEYS} | values
+    page_values |= {"flags": ", ".join(flag_texts), "hosts": run.setting_over_starts(host_count)}
+    return {key: run.result_values.get(key) for key in INDEX_KEYS} | page_values
 
 
 def index_page(values_by_page: dict[str, dict[str, Any]], title_by_page: dict[str, str]) -> str:
@@ -103,19 +107,21 @@ def index_page(values_by_page: dict[str, dict[str, Any]], title_by_page: dict[st
 def _headline_evaluations(run: RunRecord) -> dict[str, dict[str, Any]]:
     """Map a description of each headline evaluation (test split, best step, last step) to its metrics."""
     result_values = run.result_values
-    best, final, test = (
+    best_values, final_values, test_values = (
         {f"val/{metric}": result_values.get(f"{prefix}_{metric}") for metric in METRICS}
         for prefix in ("best", "final", "test")
     )
-    best["step"] = result_values.get("best_step")
-    best |= next((line for line in run.evaluations if line["step"] == best["step"]), {})
-    final |= run.evaluations[-1] if run.evaluations else {}
-    best_step, final_step = (formatted(line.get("step"), "step {:,}") or "-" for line in (best, final))
+    best_values["step"] = result_values.get("best_step")
+    best_values |= next((line for line in run.evaluations if line["step"] == best_values["step"]), {})
+    final_values |= run.evaluations[-1] if run.evaluations else {}
+    best_step, final_step = (
+        formatted(line.get("step"), "step {:,}") or "-" for line in (best_values, final_values)
+    )
     best_title = f"best on the {run.describe_evaluated_images()}, {best_step}"
-    evaluations = {best_title: best, f"final, {final_step}": final}
+    evaluations = {best_title: best_values, f"final, {final_step}": final_values}
     if "test_name" in result_values:
         test_images = run.describe_evaluated_images("test")
-        return {f"on the {test_images}, with the weights of {best_step}": test} | evaluations
+        return {f"on the {test_images}, with the weights of {best_step}": test_values} | evaluations
     return evaluations
 
 
@@ -129,41 +135,41 @@ def _metric_rows(evaluations: Collection[dict[str, Any]]) -> list[tuple[str, str
 
 def _report_values(report: dict[str, Any]) -> dict[str, Any]:
     """Return a validate.py report with a row for each class, or only for the classes with the lowest F1."""
-    classes, class_scores = report.get("classes", []), report.get("per_class", {})
-    values = fill_missing(report, value_types(Report)) | {"rows": [], "shown": "All classes"}
-    if any(len(class_scores.get(metric) or ()) != len(classes) for metric in CLASS_METRICS):
-        return values
-    shown_labels = list(range(len(classes)))
-    if len(classes) > MAX_SHOWN_CLASSES:
+    class_names, class_scores = report.get("classes", []), report.get("per_class", {})
+    report_values = fill_missing(report, value_types(Report)) | {"rows": [], "shown": "All classes"}
+    if any(len(class_scores.get(metric) or ()) != len(class_names) for metric in CLASS_METRICS):
+        return report_values
+    shown_labels = list(range(len(class_names)))
+    if len(class_names) > MAX_SHOWN_CLASSES:
         labels_with_images = [label for label in shown_labels if class_scores["support"][label]]
         lowest_f1_first = sorted(labels_with_images, key=lambda label: class_scores["f1"][label])
         shown_labels = lowest_f1_first[:MAX_SHOWN_CLASSES]
-        values["shown"] = f"The {len(shown_labels)} of {len(classes)} classes with the lowest F1"
+        report_values["shown"] = f"The {len(shown_labels)} of {len(class_names)} classes with the lowest F1"
     for label in shown_labels:
         scores = {metric: class_scores[metric][label] for metric in CLASS_METRICS}
-        texts = (f"{score:{',' if metric == 'support' else '.4f'}}" for metric, score in scores.items())
-        values["rows"].append([classes[label], *texts])
-    return values
+        score_texts = (f"{score:{',' if metric == 'support' else '.4f'}}" for metric, score in scores.items())
+        report_values["rows"].append([class_names[label], *score_texts])
+    return report_values
 
 
 def _verifications_with_changes(run: RunRecord) -> list[dict[str, Any]]:
     """Return verify.py's outcomes. An outcome is void if `changed` lists files that changed later."""
     hash_by_file = hash_compared_files(run.folder) if run.verifications else {}
-    outcomes = []
+    filled_verifications = []
     for verification in run.verifications:
         # Runs from earlier versions have no starts.jsonl, so their stamps do not contain this file's hash.
         verified_hashes = verification.get("files", {})
         changed_files = [file for file in hash_by_file if hash_by_file[file] != verified_hashes.get(file, "")]
-        outcomes.append(
+        filled_verifications.append(
             fill_missing(verification, value_types(ReplayRecord)) | {"changed": some_of(changed_files)}
         )
-    return outcomes
+    return filled_verifications
 
 
 def _nvidia_smi_dumps(run: RunRecord) -> Iterator[tuple[str, str, bool]]:
     """Yield each host's name, the beginning of its `nvidia-smi -q` output, and True if the output was cut."""
-    for file in files_inside(run.folder, "nvidia-smi-*.txt"):
-        with open(file, errors="replace") as dump_file:
+    for dump_path in files_inside(run.folder, "nvidia-smi-*.txt"):
+        with open(dump_path, errors="replace") as dump_file:
             dump = dump_file.read(MAX_DUMP_CHARACTERS + 1)
-        host, is_cut = file.stem.removeprefix("nvidia-smi-"), len(dump) > MAX_DUMP_CHARACTERS
-        yield host, dump[:MAX_DUMP_CHARACTERS], is_cut
+        host_name, is_dump_cut = dump_path.stem.removeprefix("nvidia-smi-"), len(dump) > MAX_DUMP_CHARACTERS
+        yield host_name, dump[:MAX_DUMP_CHARACTERS], is_dump_cut

@@ -107,7 +107,7 @@ class RunRecord:
     keys_of_later_start: Set[str] = frozenset()
 
     def __init__(self, folder: Path):
-        if not any((folder / name).exists() for name in RUN_FILES):
+        if not any((folder / run_file).exists() for run_file in RUN_FILES):
             run_files = ", ".join(RUN_FILES)
             raise ValueError(f"{folder} is not a run folder. The folder contains none of these: {run_files}")
         self.folder = folder
@@ -115,7 +115,7 @@ class RunRecord:
         self.recipe_file = self._read_json("recipe.json")
         self.recipe = without_removed_flags(self.recipe_file.get("recipe", {}))
         self.metrics = self._read_lines("metrics.jsonl", {"step", "epoch", "wall_s"})
-        self.evaluations = [line for line in self.metrics if "val/loss" in line]
+        self.evaluations = [metrics_line for metrics_line in self.metrics if "val/loss" in metrics_line]
         self.telemetry = {
             file.stem.removeprefix("telemetry-"): self._read_lines(file.name, {"t"}, "telemetry.jsonl")
             for file in sorted(folder.glob("telemetry-*.jsonl"))
@@ -124,7 +124,9 @@ class RunRecord:
             self.problems.append("telemetry-<host>.jsonl is missing")
         recorded_values = self._read_json("result.json")
         start_lines = self._read_lines(STARTS_FILE, set()) if (folder / STARTS_FILE).exists() else []
-        reset_steps = [line.get("step", 0) for line in start_lines if resets_best_result(line)]
+        reset_steps = [
+            start_line.get("step", 0) for start_line in start_lines if resets_best_result(start_line)
+        ]
         self.derived_values = self._derive_result_values(max(reset_steps, default=0))
         self.result_values = result_values = self.derived_values | recorded_values
         self.starts = starts_in_order([*map(add_derived_values, start_lines)], result_values.get("steps", 0))
@@ -149,18 +151,20 @@ class RunRecord:
     def host_changes(self) -> list[dict[str, Any]]:
         """Lines of metrics.jsonl that record hosts joining or leaving the job."""
         keys_of_change = {"hosts", "hosts_before", "processes", "processes_before"}
-        return [line for line in self.metrics if keys_of_change <= set(line)]
+        return [metrics_line for metrics_line in self.metrics if keys_of_change <= set(metrics_line)]
 
     @property
     def interruptions(self) -> list["Interruption"]:
         """Interruptions of the run by signals."""
         interruptions: list[Interruption] = []
-        for line in self.metrics:
-            if "interrupted_at" in line:
-                interrupted_at = line["interrupted_at"]
-                interruptions.append(Interruption(line["step"], line.get("why", ""), None))
-            elif "resumed_at" in line and interruptions and interruptions[-1].lost_s is None:
-                interruptions[-1] = interruptions[-1]._replace(lost_s=line["resumed_at"] - interrupted_at)
+        for metrics_line in self.metrics:
+            if "interrupted_at" in metrics_line:
+                interrupted_at = metrics_line["interrupted_at"]
+                interruptions.append(Interruption(metrics_line["step"], metrics_line.get("why", ""), None))
+            elif "resumed_at" in metrics_line and interruptions and interruptions[-1].lost_s is None:
+                interruptions[-1] = interruptions[-1]._replace(
+                    lost_s=metrics_line["resumed_at"] - interrupted_at
+                )
         return interruptions
 
     @property
@@ -198,13 +202,13 @@ class RunRecord:
             return self.result_values["telemetry"]
         from onecurve.telemetry.summary import summarize
 
-        summaries = []
-        hosts_with_samples = [host for host, lines in self.telemetry.items() if lines]
-        for host in hosts_with_samples:
+        telemetry_summaries = []
+        hosts_with_samples = [host_name for host_name, host_lines in self.telemetry.items() if host_lines]
+        for host_name in hosts_with_samples:
             # self.problems already lists these errors.
             with contextlib.suppress(OSError, ValueError, RecursionError):
-                summaries.append(summarize(self.folder / f"telemetry-{host}.jsonl"))
-        return summaries
+                telemetry_summaries.append(summarize(self.folder / f"telemetry-{host_name}.jsonl"))
+        return telemetry_summaries
 
     def _derive_result_values(self, best_reset_step: int) -> dict[str, Any]:
         """Derive result.json's values from the other files.
@@ -237,8 +241,12 @@ class RunRecord:
         setting_names += ["mixed_precision", "half_precision", "gradient_reduction"]
         flag_names = ("data", "batch_size", "epochs", "seed")
         return {
-            **{name: self.recipe_file[name] for name in setting_names if name in self.recipe_file},
-            **{name: recipe[name] for name in flag_names if name in recipe},
+            **{
+                setting_name: self.recipe_file[setting_name]
+                for setting_name in setting_names
+                if setting_name in self.recipe_file
+            },
+            **{flag_name: recipe[flag_name] for flag_name in flag_names if flag_name in recipe},
             **{name: value for name, value in derived_values.items() if value is not None},
         }
 
@@ -252,29 +260,31 @@ class RunRecord:
 
     def setting_over_starts(self, read_setting: Callable[[dict[str, Any]], Any]) -> Any:
         """Return the last start's setting, or text such as `a, then b` if the starts differ."""
-        settings = [read_setting(start.settings) for start in self.kept_starts]
-        texts = ["unknown" if setting is None else str(setting) for setting in settings]
+        settings_of_starts = [read_setting(start.settings) for start in self.kept_starts]
+        texts = ["unknown" if setting is None else str(setting) for setting in settings_of_starts]
         return join_with_then(texts) if len(set(texts)) > 1 else read_setting(self.last_start_settings)
 
     def with_settings_of(self, start: RunStart) -> "RunRecord":
         """Return a copy of the run in which all starts have the given start's settings."""
-        run, settings = copy.copy(self), start.settings
+        run_copy, start_settings = copy.copy(self), start.settings
         if start is self.starts[-1]:
-            run.recipe_file = settings | self.recipe_file
-            return run
-        run.recipe_file = settings
+            run_copy.recipe_file = start_settings | self.recipe_file
+            return run_copy
+        run_copy.recipe_file = start_settings
         # Manifests from earlier versions lack some flags.
-        run.recipe = ({} if start.is_recorded else self.recipe) | settings.get("recipe", {})
+        run_copy.recipe = ({} if start.is_recorded else self.recipe) | start_settings.get("recipe", {})
         result_keys = VALUE_TYPES_BY_FILE["result.json"]
-        start_values = {key: value for key, value in settings.items() if key in result_keys}
-        run.result_values = self.result_values | start_values
-        run.result_values["hosts"] = host_count(settings)
-        if {"epochs", "steps_per_epoch"} <= settings.keys():
-            run.result_values["total_steps"] = settings["epochs"] * settings["steps_per_epoch"]
+        start_values = {key: value for key, value in start_settings.items() if key in result_keys}
+        run_copy.result_values = self.result_values | start_values
+        run_copy.result_values["hosts"] = host_count(start_settings)
+        if {"epochs", "steps_per_epoch"} <= start_settings.keys():
+            run_copy.result_values["total_steps"] = (
+                start_settings["epochs"] * start_settings["steps_per_epoch"]
+            )
         later_starts = [later for later in self.kept_starts if later.begin_step >= start.last_kept_step]
         if any(resets_best_result(later.settings) for later in later_starts):
-            run.keys_of_later_start = {"val_name", "val_images", "test_name", "test_images"}
-        return run
+            run_copy.keys_of_later_start = {"val_name", "val_images", "test_name", "test_images"}
+        return run_copy
 
     @property
     def has_constant_hardware(self) -> bool:
@@ -285,8 +295,8 @@ class RunRecord:
     @property
     def recipe_changes(self) -> list[str]:
         """Recipe changes by the kept starts, for example `step 100: lr was 0.01, now 0.001`."""
-        changes = [(start.begin_step, recipe_change(start)) for start in self.kept_starts]
-        return [f"step {first_step:,}: {change}" for first_step, change in changes if change]
+        steps_and_changes = [(start.begin_step, recipe_change(start)) for start in self.kept_starts]
+        return [f"step {first_step:,}: {change}" for first_step, change in steps_and_changes if change]
 
     # --- In words
 
@@ -327,10 +337,10 @@ class RunRecord:
             outcome = f"reaches {metric} {results[headline_key]:.4f} on the {images} of {self.data_name}"
             if evaluation == "test":
                 outcome += f" with the best weights on the {self.describe_evaluated_images()}"
-        last_epoch = max((line["epoch"] for line in self.metrics), default=0)
-        epochs = f"{last_epoch:.3g} of {plural(results.get('epochs', '?'), 'epoch')}"
-        duration = f", {results['wall_s']:,.0f} s" if "wall_s" in results else ""
-        return f"{self.model} {outcome} in {epochs}{duration}, {self.strategies_and_devices}"
+        last_epoch = max((metrics_line["epoch"] for metrics_line in self.metrics), default=0)
+        epochs_text = f"{last_epoch:.3g} of {plural(results.get('epochs', '?'), 'epoch')}"
+        duration_text = f", {results['wall_s']:,.0f} s" if "wall_s" in results else ""
+        return f"{self.model} {outcome} in {epochs_text}{duration_text}, {self.strategies_and_devices}"
 
     @property
     def peak_memory_gib(self) -> float | None:
@@ -345,7 +355,7 @@ class RunRecord:
         Each log line contributes one throughput value, except the first line, which includes the warm-up. The
         spread is None if the log contains too few lines.
         """
-        logged_speeds = [line.get("train/images_per_s", 0) for line in self.metrics]
+        logged_speeds = [metrics_line.get("train/images_per_s", 0) for metrics_line in self.metrics]
         speeds_after_warm_up = [speed for speed in logged_speeds if 0 < speed < math.inf][1:]
         if len(speeds_after_warm_up) < MIN_LOGGED_SPEEDS:
             return None
@@ -356,15 +366,15 @@ class RunRecord:
     @property
     def mean_utilisation_pct(self) -> tuple[float | None, str]:
         """Mean GPU utilisation and `GPU`, or mean CPU utilisation and `CPU` if there are no GPUs."""
-        hosts = self.host_summaries()
+        summaries = self.host_summaries()
         keys_of_device = {"GPU": ("utilisation_pct", "gpus"), "CPU": ("cpu_pct", "samples")}
-        for device, (utilisation_key, weight_key) in keys_of_device.items():
-            measured_hosts = [host for host in hosts if host.get(utilisation_key) is not None]
-            weights = [host.get(weight_key) or 1 for host in measured_hosts]
+        for device_type, (utilisation_key, weight_key) in keys_of_device.items():
+            measured_hosts = [summary for summary in summaries if summary.get(utilisation_key) is not None]
+            weights = [summary.get(weight_key) or 1 for summary in measured_hosts]
             if measured_hosts:
-                utilisations = [host[utilisation_key] for host in measured_hosts]
-                weighted = [share * weight for share, weight in zip(utilisations, weights, strict=True)]
-                return sum(weighted) / sum(weights), device
+                utilisations = [summary[utilisation_key] for summary in measured_hosts]
+                weighted_pct = [share * weight for share, weight in zip(utilisations, weights, strict=True)]
+                return sum(weighted_pct) / sum(weights), device_type
         return None, "device"
 
     # --- Reading
@@ -379,45 +389,45 @@ class RunRecord:
         return None
 
     def _read_json(self, file_name: str) -> dict[str, Any]:
-        content = self._read_file(file_name)
-        if content is None:
+        file_content = self._read_file(file_name)
+        if file_content is None:
             return {}
         try:
-            json_content = parse_json(content, self.folder / file_name)
-            values, wrong_keys = split_by_type(json_content, VALUE_TYPES_BY_FILE[Path(file_name).name])
+            json_content = parse_json(file_content, self.folder / file_name)
+            valid_values, wrong_keys = split_by_type(json_content, VALUE_TYPES_BY_FILE[Path(file_name).name])
         except ValueError as error:
             self.problems.append(str(error).removeprefix(f"{self.folder}/"))
             return {}
         if wrong_keys:
             self.problems.append(f"{file_name} contains values of unexpected types: {', '.join(wrong_keys)}")
-        return values
+        return valid_values
 
     def _read_lines(
-        self, file_name: str, needed: set[str], schema: str | None = None
+        self, file_name: str, needed_keys: set[str], schema_file: str | None = None
     ) -> list[dict[str, Any]]:
         """Read the complete lines of a JSON Lines file. Skip lines that a kill or a full disk truncated.
 
         Args:
             file_name: File name.
-            needed: Keys that every line must contain.
-            schema: Key in VALUE_TYPES_BY_FILE. Default: `file_name`.
+            needed_keys: Keys that every line must contain.
+            schema_file: Key in VALUE_TYPES_BY_FILE. Default: `file_name`.
         """
-        schema = schema or file_name
-        content = self._read_file(file_name)
-        if content is None:
+        schema_file = schema_file or file_name
+        file_content = self._read_file(file_name)
+        if file_content is None:
             return []
-        raw_lines = content.decode(errors="replace").splitlines()
-        raw_lines = _sample_lines(raw_lines) if schema == "telemetry.jsonl" else raw_lines
+        raw_lines = file_content.decode(errors="replace").splitlines()
+        raw_lines = _sample_lines(raw_lines) if schema_file == "telemetry.jsonl" else raw_lines
         valid_lines, broken_count = [], 0
         for raw_line in raw_lines:
             try:
                 json_line = parse_json(raw_line, file_name)
-                values, wrong_keys = split_by_type(json_line, VALUE_TYPES_BY_FILE[schema])
+                line_values, wrong_keys = split_by_type(json_line, VALUE_TYPES_BY_FILE[schema_file])
             except ValueError:
-                values, wrong_keys = {}, [raw_line]
-            has_needed_keys = needed <= values.keys()
+                line_values, wrong_keys = {}, [raw_line]
+            has_needed_keys = needed_keys <= line_values.keys()
             if has_needed_keys:
-                valid_lines.append(values)
+                valid_lines.append(line_values)
             broken_count += bool(wrong_keys) or not has_needed_keys
         if broken_count:
             self.problems.append(
@@ -429,33 +439,35 @@ class RunRecord:
 
     def _read_confusion(self, file_name: str) -> dict[str, Any]:
         """Read a file with a square confusion matrix or, for many classes, the most frequent mistakes."""
-        content = self._read_json(file_name)
-        class_count = len(content.get("classes", []))
+        confusion_content = self._read_json(file_name)
+        class_count = len(confusion_content.get("classes", []))
 
         def is_valid_mistake(mistake: list[Any]) -> bool:
             return len(mistake) == 3 and all(label in range(class_count) for label in mistake[:2])
 
-        without_matrix = {key: value for key, value in content.items() if key != "confusion"}
-        mistakes = content.get("mistakes")
+        without_matrix = {key: value for key, value in confusion_content.items() if key != "confusion"}
+        mistakes = confusion_content.get("mistakes")
         if mistakes is not None and all(map(is_valid_mistake, mistakes)):
             return without_matrix
-        content.pop("mistakes", None)
+        confusion_content.pop("mistakes", None)
         without_matrix.pop("mistakes", None)
-        matrix_rows = content.get("confusion", [])
+        matrix_rows = confusion_content.get("confusion", [])
         matrix_sizes = {len(matrix_rows), class_count, *map(len, matrix_rows)}
-        if content and (len(matrix_sizes) > 1 or not matrix_rows):
+        if confusion_content and (len(matrix_sizes) > 1 or not matrix_rows):
             self.problems.append(f"{file_name} contains no square confusion matrix")
             return without_matrix
-        return content
+        return confusion_content
 
 
 def _sample_lines(raw_lines: list[str]) -> list[str]:
     """Select about MAX_SAMPLES_PER_HOST telemetry samples, including each process's first and last sample."""
-    first_indices = [index for index, raw_line in enumerate(raw_lines) if raw_line.startswith('{"host"')]
-    last_indices = {index - 1 for index in (*first_indices, len(raw_lines))}
+    first_indices = [
+        line_index for line_index, raw_line in enumerate(raw_lines) if raw_line.startswith('{"host"')
+    ]
+    last_indices = {next_index - 1 for next_index in (*first_indices, len(raw_lines))}
     regular_indices = range(0, len(raw_lines), 1 + len(raw_lines) // MAX_SAMPLES_PER_HOST)
     sampled_indices = {*first_indices, *last_indices, *regular_indices} - {-1}
-    return [raw_lines[index] for index in sorted(sampled_indices)]
+    return [raw_lines[line_index] for line_index in sorted(sampled_indices)]
 
 
 def devices_text(settings: dict[str, Any]) -> str:
@@ -495,12 +507,12 @@ def recipe_change(start: RunStart, to_public_text: Callable[[str], str] = public
         start: Start of a run.
         to_public_text: Function that converts a value (possibly a private path) to public text.
     """
-    changes = []
-    for flag, values in start.settings.get("changed", {}).items():
-        if isinstance(values, list) and len(values) == 2:
-            old, new = (to_public_text(flag_text(value)) for value in values)
-            changes.append(f"{flag} was {old}, now {new}")
-    return "; ".join(changes)
+    change_texts = []
+    for flag, old_and_new in start.settings.get("changed", {}).items():
+        if isinstance(old_and_new, list) and len(old_and_new) == 2:
+            old_text, new_text = (to_public_text(flag_text(flag_value)) for flag_value in old_and_new)
+            change_texts.append(f"{flag} was {old_text}, now {new_text}")
+    return "; ".join(change_texts)
 
 
 def resets_best_result(start_line: dict[str, Any]) -> bool:
@@ -516,7 +528,7 @@ def add_derived_values(start_line: dict[str, Any]) -> dict[str, Any]:
     """Return a line of starts.jsonl with additional values that result.json derives from the line."""
     flag_names = ("data", "batch_size", "epochs", "seed", "deterministic")
     recipe, _ = split_by_type(start_line.get("recipe", {}), VALUE_TYPES_BY_FILE["result.json"])
-    derived_values = {name: recipe[name] for name in flag_names if name in recipe}
+    derived_values = {flag_name: recipe[flag_name] for flag_name in flag_names if flag_name in recipe}
     if devices := start_line.get("devices"):
         derived_values |= {"processes": len(devices), "device": devices[0]}
     return derived_values | start_line
@@ -554,10 +566,10 @@ def read_png_as_rgb(png_file: Path) -> Image.Image:
 def hash_compared_files(folder: Path) -> dict[str, str]:
     """Map each file that verify.py compares to its SHA-256, or to "" for a missing or too large file."""
 
-    def hash_small_file(file: Path) -> str:
-        is_small = file.is_file() and file.stat().st_size <= MAX_FILE_BYTES
-        return sha256_of(file) if is_small else ""
+    def hash_small_file(run_file: Path) -> str:
+        is_small = run_file.is_file() and run_file.stat().st_size <= MAX_FILE_BYTES
+        return sha256_of(run_file) if is_small else ""
 
-    files = [folder / name for name in COMPARED_FILES]
-    files += sorted(folder.glob("checkpoints/step_*/manifest.json"))
-    return {str(file.relative_to(folder)): hash_small_file(file) for file in files}
+    compared_files = [folder / file_name for file_name in COMPARED_FILES]
+    compared_files += sorted(folder.glob("checkpoints/step_*/manifest.json"))
+    return {str(run_file.relative_to(folder)): hash_small_file(run_file) for run_file in compared_files}

@@ -42,7 +42,7 @@ class RunGroup:
         seeds = {run.recipe.get("seed") for run in self.runs}
         has_all_folds = len(self.runs) == self.fold_count * len(seeds)
         accuracies_and_counts = zip(self.accuracies, image_counts, strict=True)
-        correct_images = sum(accuracy * count for accuracy, count in accuracies_and_counts)
+        correct_images = sum(accuracy * image_count for accuracy, image_count in accuracies_and_counts)
         return correct_images / sum(image_counts) if has_all_folds and all(image_counts) else None
 
     @property
@@ -97,25 +97,27 @@ def group_runs(runs: Sequence[RunRecord], run_names: Sequence[str]) -> list[RunG
     for run_name, run in zip(run_names, runs, strict=True):
         if run.result_values["status"] == "finished" and headline_accuracy(run) is not None:
             members_by_key.setdefault(_group_key(run), []).append((run_name, run))
-    groups = []
+    run_groups = []
     for members in members_by_key.values():
         seed_counts = Counter(_seed_label(run) for _, run in members)
         if len(seed_counts) == 1:  # all runs in the group used the same seed
-            groups += [_make_run_group([member]) for member in members]
+            run_groups += [_make_run_group([member]) for member in members]
             continue
         ((seed, run_count),) = seed_counts.most_common(1)
         if run_count > 1:
             folders = " and ".join(str(run.folder) for _, run in members if _seed_label(run) == seed)
             raise ValueError(f"{folders} have the same recipe and seed {seed}. Pass only one of these runs.")
-        groups.append(_make_run_group(members))
-    return groups
+        run_groups.append(_make_run_group(members))
+    return run_groups
 
 
-def _make_run_group(members: list[tuple[str, RunRecord]]) -> RunGroup:
-    first_name, first_run = members[0]
-    name_parts = [part for part in first_name.split(", ") if not part.startswith(("seed ", "fold "))]
+def _make_run_group(group_members: list[tuple[str, RunRecord]]) -> RunGroup:
+    first_name, first_run = group_members[0]
+    name_parts = [
+        name_part for name_part in first_name.split(", ") if not name_part.startswith(("seed ", "fold "))
+    ]
     group_name = ", ".join(name_parts) or first_run.strategies_and_processes
-    runs = sorted((run for _, run in members), key=lambda run: natural_sort_key(_seed_label(run)))
+    runs = sorted((run for _, run in group_members), key=lambda run: natural_sort_key(_seed_label(run)))
     accuracy_by_seed = {_seed_label(run): headline_accuracy(run) or 0.0 for run in runs}
     return RunGroup(group_name, accuracy_by_seed, tuple(runs), first_run.fold_count)
 
@@ -135,7 +137,7 @@ def headline_accuracy(run: RunRecord) -> float | None:
 def _group_key(run: RunRecord) -> str:
     """Return a key that consists of the settings that all runs in a group share."""
     excluded_flags = {"seed", *declared_values("locates")}
-    recipe = {flag: value for flag, value in run.recipe.items() if flag not in excluded_flags}
+    recipe = {flag: flag_value for flag, flag_value in run.recipe.items() if flag not in excluded_flags}
     recipe |= {"holdout": ["folds", run.fold_count]} if run.fold else {}
     settings = [run.result_values.get("script"), run.recipe_file.get("source"), run.strategies_and_devices]
     precision = run.setting_over_starts(mixed_precision_text)
@@ -158,8 +160,8 @@ def compare_groups(first: RunGroup, second: RunGroup) -> GroupDifference | None:
     error_of_difference = math.hypot(*errors)
     if is_paired:
         seeds = first.accuracy_by_seed
-        differences = [second.accuracy_by_seed[seed] - first.accuracy_by_seed[seed] for seed in seeds]
-        error_of_difference = first.relative_standard_error * statistics.stdev(differences)
+        paired_differences = [second.accuracy_by_seed[seed] - first.accuracy_by_seed[seed] for seed in seeds]
+        error_of_difference = first.relative_standard_error * statistics.stdev(paired_differences)
     if error_of_difference < MIN_STANDARD_ERROR:
         return None
     group_degrees = [len(group.accuracies) - 1 for group in groups]
@@ -167,8 +169,8 @@ def compare_groups(first: RunGroup, second: RunGroup) -> GroupDifference | None:
     degrees_of_freedom = group_degrees[0] if is_paired else error_of_difference**4 / squared_variances
     p_value = 2 * float(stats.t.sf(abs(mean_difference) / error_of_difference, degrees_of_freedom))
     half_width = _critical_t(degrees_of_freedom) * error_of_difference
-    low, high = mean_difference - half_width, mean_difference + half_width
-    return GroupDifference(mean_difference, low, high, p_value, is_paired)
+    interval_low, interval_high = mean_difference - half_width, mean_difference + half_width
+    return GroupDifference(mean_difference, interval_low, interval_high, p_value, is_paired)
 
 
 def _critical_t(degrees_of_freedom: float) -> float:
@@ -179,18 +181,18 @@ def _critical_t(degrees_of_freedom: float) -> float:
 
 def seed_verdict(first: RunGroup, second: RunGroup) -> str:
     """State in one sentence whether the second group is better, worse, or indistinguishable."""
-    difference = compare_groups(first, second)
+    group_difference = compare_groups(first, second)
     run_counts = {len(first.accuracies), len(second.accuracies)}
-    if difference is None:
-        reason = "all pairs of runs differ by the same amount"
+    if group_difference is None:
+        skip_reason = "all pairs of runs differ by the same amount"
         if min(run_counts) < 2:
-            reason = "a single run does not show the variation between seeds"
-        return f"{second.name} and {first.name} are not compared with a test, because {reason}."
-    test = f"{'paired' if difference.is_paired else 'Welch'} t-test, p = {difference.p_value:.2g}"
+            skip_reason = "a single run does not show the variation between seeds"
+        return f"{second.name} and {first.name} are not compared with a test, because {skip_reason}."
+    test = f"{'paired' if group_difference.is_paired else 'Welch'} t-test, p = {group_difference.p_value:.2g}"
     sample_sizes = f"n = {' and '.join(map(str, sorted(run_counts)))}"
-    interval = f"95 %: {difference.interval_low:+.4f} to {difference.interval_high:+.4f}"
-    details = f"{difference.mean:+.4f}, {interval}; {test}"
-    if difference.p_value < SIGNIFICANCE_LEVEL:
-        verdict = "better" if difference.mean > 0 else "worse"
+    interval_text = f"95 %: {group_difference.interval_low:+.4f} to {group_difference.interval_high:+.4f}"
+    details = f"{group_difference.mean:+.4f}, {interval_text}; {test}"
+    if group_difference.p_value < SIGNIFICANCE_LEVEL:
+        verdict = "better" if group_difference.mean > 0 else "worse"
         return f"{second.name} is {verdict} than {first.name} with {sample_sizes} ({details})."
     return f"{second.name} and {first.name} are not distinguishable with {sample_sizes} ({details})."

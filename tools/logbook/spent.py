@@ -62,37 +62,43 @@ class MainProcess:
 def main_processes(run: RunRecord) -> list[MainProcess]:
     """Return the main processes in order. The list is empty without telemetry and for earlier versions."""
     processes = []
-    for lines in run.telemetry.values():
-        header_indices = [index for index, line in enumerate(lines) if "host" in line]
-        for header_index, next_header_index in pairwise([*header_indices, len(lines)]):
-            header, last_sample = lines[header_index], lines[next_header_index - 1]
-            if {"before_s", "age_s"} <= header.keys():
-                began_at = header["t"] - header["age_s"]
-                processes.append(MainProcess(began_at, last_sample["t"], header["before_s"]))
+    for host_lines in run.telemetry.values():
+        header_indices = [line_index for line_index, line in enumerate(host_lines) if "host" in line]
+        for header_index, next_header_index in pairwise([*header_indices, len(host_lines)]):
+            process_header, last_sample = host_lines[header_index], host_lines[next_header_index - 1]
+            if {"before_s", "age_s"} <= process_header.keys():
+                began_at = process_header["t"] - process_header["age_s"]
+                processes.append(MainProcess(began_at, last_sample["t"], process_header["before_s"]))
     return sorted(processes, key=lambda process: process.began_at)
 
 
 def lost_s(run: RunRecord) -> float:
     """Return the seconds of work lost because the next process resumed an earlier checkpoint."""
     process_pairs = pairwise(main_processes(run))
-    return sum(max(0.0, ended.wall_s_at_end - resumed.wall_s_before) for ended, resumed in process_pairs)
+    return sum(
+        max(0.0, ended_process.wall_s_at_end - resumed_process.wall_s_before)
+        for ended_process, resumed_process in process_pairs
+    )
 
 
 def paused_s(run: RunRecord) -> float:
     """Return the total seconds between the end of one main process and the start of the next."""
     process_pairs = pairwise(main_processes(run))
-    return sum(max(0.0, resumed.began_at - ended.ended_at) for ended, resumed in process_pairs)
+    return sum(
+        max(0.0, resumed_process.began_at - ended_process.ended_at)
+        for ended_process, resumed_process in process_pairs
+    )
 
 
 def seconds_by_activity(run: RunRecord) -> dict[str, float]:
     """Return the seconds of all main processes by activity, largest first, or {} if none are recorded."""
     seconds_by_phase = run.result_values.get("spent_s", {})
     seconds_by_title = {
-        ACTIVITY_TITLES.get(phase, phase): seconds
-        for phase, seconds in seconds_by_phase.items()
-        if seconds is not None
+        ACTIVITY_TITLES.get(phase, phase): phase_seconds
+        for phase, phase_seconds in seconds_by_phase.items()
+        if phase_seconds is not None
     }
     if seconds_by_title:
         seconds_by_title[LOST_WORK_TITLE] = lost_s(run)
     largest_first = sorted(seconds_by_title.items(), key=lambda title_and_seconds: -title_and_seconds[1])
-    return {title: seconds for title, seconds in largest_first if seconds > 0}
+    return {activity_title: seconds for activity_title, seconds in largest_first if seconds > 0}

@@ -98,12 +98,12 @@ def estimate_largest_size(peak_bytes: dict[int, dict[str, int]], memory_bytes: f
     free_bytes = memory_bytes - CONTEXT_BYTES - larger_peak["Total"]
     bytes_per_image = (larger_peak["Total"] - smaller_peak["Total"]) / (larger_size - smaller_size)
     if bytes_per_image > 0:
-        more_images = free_bytes / bytes_per_image
+        more_image_count = free_bytes / bytes_per_image
     elif free_bytes > 0:
-        more_images = 63 * larger_size
+        more_image_count = 63 * larger_size
     else:
-        more_images = -larger_size
-    return max(0, math.floor((larger_size + more_images) / IMAGE_QUANTUM) * IMAGE_QUANTUM)
+        more_image_count = -larger_size
+    return max(0, math.floor((larger_size + more_image_count) / IMAGE_QUANTUM) * IMAGE_QUANTUM)
 
 
 def step_time(
@@ -129,10 +129,10 @@ def step_time(
         LINK: link_bytes / (cluster.device.link_gb_s / 2 * 1e9),
         NETWORK: network_bytes / (cluster.network_gb_s * 1e9),
     }
-    exposed_s = max(0.0, max(transfer_seconds.values()) - BACKWARD_SHARE * computation_s)
-    if exposed_s > LARGE_EXPOSED_SHARE * computation_s:
+    exposed_transfer_s = max(0.0, max(transfer_seconds.values()) - BACKWARD_SHARE * computation_s)
+    if exposed_transfer_s > LARGE_EXPOSED_SHARE * computation_s:
         bottleneck = max(transfer_seconds, key=transfer_seconds.__getitem__)
-    return computation_s + exposed_s, bottleneck
+    return computation_s + exposed_transfer_s, bottleneck
 
 
 def collectives_of_step(trace: Trace, accumulations: int = 1) -> Iterator[Collective]:
@@ -144,12 +144,12 @@ def collectives_of_step(trace: Trace, accumulations: int = 1) -> Iterator[Collec
     for collective in trace.collectives:
         collective_name, *_ = collective
         if trace.strategy == "fsdp":
-            runs_once = collective_name != "all_gather"
+            runs_once_per_step = collective_name != "all_gather"
         elif trace.strategy == "zero2":
-            runs_once = collective_name == "all_gather"
+            runs_once_per_step = collective_name == "all_gather"
         else:
-            runs_once = trace.strategy in ("ddp", "zero1")
-        yield from [collective] * (1 if runs_once else accumulations)
+            runs_once_per_step = trace.strategy in ("ddp", "zero1")
+        yield from [collective] * (1 if runs_once_per_step else accumulations)
 
 
 def _kernel_seconds(trace: Trace, device: DeviceSpecs) -> dict[str, float]:
@@ -157,10 +157,10 @@ def _kernel_seconds(trace: Trace, device: DeviceSpecs) -> dict[str, float]:
     peak_tflops_by_dtype = {"bfloat16": device.peaks.get("bf16"), "float16": device.peaks.get("fp16")}
     fp32_peak_tflops = device.peaks.get("tf32", device.peaks["fp32"])
     seconds_by_bottleneck = {COMPUTE: 0.0, MEMORY: 0.0}
-    for dtype, flops, moved_bytes in trace.operations:
-        peak_tflops = peak_tflops_by_dtype.get(dtype) or fp32_peak_tflops
-        compute_s = flops / (peak_tflops * 1e12 * REACHED_FLOPS)
-        memory_s = moved_bytes / (device.memory_gb_s * 1e9 * REACHED_BANDWIDTH)
+    for kernel_dtype, kernel_flops, kernel_bytes in trace.operations:
+        peak_tflops = peak_tflops_by_dtype.get(kernel_dtype) or fp32_peak_tflops
+        compute_s = kernel_flops / (peak_tflops * 1e12 * REACHED_FLOPS)
+        memory_s = kernel_bytes / (device.memory_gb_s * 1e9 * REACHED_BANDWIDTH)
         seconds_by_bottleneck[COMPUTE if compute_s > memory_s else MEMORY] += max(compute_s, memory_s)
     return seconds_by_bottleneck
 
@@ -168,18 +168,18 @@ def _kernel_seconds(trace: Trace, device: DeviceSpecs) -> dict[str, float]:
 def sent_bytes(trace: Trace, cluster: Cluster, accumulations: int = 1) -> tuple[float, float]:
     """Return the bytes per step that a device sends within a host, and that a host sends to other hosts."""
     link_bytes = network_bytes = 0.0
-    for collective_name, moved_bytes, rank_count in collectives_of_step(trace, accumulations):
-        sent_bytes = RING_FACTORS.get(collective_name, 1.0) * moved_bytes * (rank_count - 1) / rank_count
+    for collective_name, collective_bytes, rank_count in collectives_of_step(trace, accumulations):
+        ring_bytes = RING_FACTORS.get(collective_name, 1.0) * collective_bytes * (rank_count - 1) / rank_count
         is_between_hosts = rank_count == cluster.host_count
         if rank_count == cluster.gpus_per_host:
             # Hybrid sharding all-reduces between hosts, and gathers and scatters within each host.
             is_between_hosts &= collective_name == "all_reduce"
         if cluster.host_count > 1 and rank_count == cluster.process_count:
             # A ring over all devices crosses each host's network once.
-            network_bytes += sent_bytes
-            link_bytes += sent_bytes if cluster.gpus_per_host > 1 else 0.0
+            network_bytes += ring_bytes
+            link_bytes += ring_bytes if cluster.gpus_per_host > 1 else 0.0
         elif cluster.host_count > 1 and is_between_hosts:
-            network_bytes += sent_bytes * cluster.gpus_per_host
+            network_bytes += ring_bytes * cluster.gpus_per_host
         else:
-            link_bytes += sent_bytes
+            link_bytes += ring_bytes
     return link_bytes, network_bytes

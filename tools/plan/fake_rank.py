@@ -71,7 +71,7 @@ def launcher_env_for_rank_0(config_file: Path, process_count: int, host_count: i
     rank_0_env: dict[str, object] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}  # no process connects
     rank_0_env |= {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": process_count}
     rank_0_env |= {"LOCAL_WORLD_SIZE": process_count // host_count}
-    return launcher_env | {name: str(value) for name, value in rank_0_env.items()}
+    return launcher_env | {variable: str(value) for variable, value in rank_0_env.items()}
 
 
 @contextlib.contextmanager
@@ -103,9 +103,9 @@ def materialize_on_fake_cpu(model: nn.Module) -> nn.Module:
         return model
 
     def convert_in_place(dtype: torch.dtype) -> nn.Module:
-        for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.is_floating_point():
-                tensor.data = tensor.data.to(dtype)
+        for model_tensor in (*model.parameters(), *model.buffers()):
+            if model_tensor.is_floating_point():
+                model_tensor.data = model_tensor.data.to(dtype)
         return model
 
     for method_name, replacement_method in {

@@ -59,24 +59,24 @@ class PlanLine:
 
     def __str__(self) -> str:
         total_gib = sum(self.memory.values()) / 2**30
-        cells = [self.strategy, f"{total_gib:.2f}", self.images or "-", f"{self.largest:,}"]
-        cells += [_format_cell(self.link_bytes / 1e6), _format_cell(self.network_bytes / 1e6)]
-        cells += [_format_cell(self.step_s and self.step_s * 1e3, 1), _format_cell(self.images_per_s)]
-        cells += [_format_cell(value, 2) for value in (self.efficiency, self.hours)]
-        return TABLE_ROW.format(*cells, self.limit)
+        table_cells = [self.strategy, f"{total_gib:.2f}", self.images or "-", f"{self.largest:,}"]
+        table_cells += [_format_cell(self.link_bytes / 1e6), _format_cell(self.network_bytes / 1e6)]
+        table_cells += [_format_cell(self.step_s and self.step_s * 1e3, 1), _format_cell(self.images_per_s)]
+        table_cells += [_format_cell(estimate, 2) for estimate in (self.efficiency, self.hours)]
+        return TABLE_ROW.format(*table_cells, self.limit)
 
     def rejection_reason(self, recommended_line: "PlanLine") -> str:
         """Return the reason why `recommended_line` is recommended instead of this strategy."""
         if not self.images:
             return f"at most {self.largest} images per forward pass fit into memory"
         if not self.images_per_s or not recommended_line.images_per_s:
-            slowdown = "slower by an amount that this plan does not estimate"
-            return f"the optimizer runs on the CPU, which is {slowdown}"
+            slowdown_text = "slower by an amount that this plan does not estimate"
+            return f"the optimizer runs on the CPU, which is {slowdown_text}"
         return f"{recommended_line.images_per_s / self.images_per_s:.2f} times as long"
 
 
-def _format_cell(value: float | None, decimals: int = 0) -> str:
-    return "-" if value is None else f"{value:,.{decimals}f}"
+def _format_cell(cell_number: float | None, decimals: int = 0) -> str:
+    return "-" if cell_number is None else f"{cell_number:,.{decimals}f}"
 
 
 def cluster_of(host_count: int, gpus_per_host: int, device_name: str, network_gb_s: float | None) -> Cluster:
@@ -98,16 +98,16 @@ def named_device(device_name: str) -> DeviceSpecs:
     Raises:
         ValueError: If no device matches.
     """
-    if device := find_device(device_name):
-        return device
+    if exact_device := find_device(device_name):
+        return exact_device
     requested_words = _words_in(device_name)
     matching_devices = [device for device in known_devices() if requested_words <= _words_in(device.name)]
     if not matching_devices:
         known_names = ", ".join(device.name for device in known_devices())
         raise ValueError(f"--gpu {device_name} is not in the table of devices. Choose one of {known_names}.")
-    if other_names := ", ".join(device.name for device in matching_devices[1:]):
-        choice = f"Using {matching_devices[0].name} instead of {other_names}"
-        print(f"--gpu {device_name} matches several devices. {choice}.")
+    if other_device_names := ", ".join(device.name for device in matching_devices[1:]):
+        device_choice = f"Using {matching_devices[0].name} instead of {other_device_names}"
+        print(f"--gpu {device_name} matches several devices. {device_choice}.")
     return matching_devices[0]
 
 
@@ -117,10 +117,10 @@ def _words_in(device_name: str) -> set[str]:
 
 def _count_training_images(data_location: str, holdout: float | str | None) -> int | None:
     """Return the number of training images, or None if only remote data records it."""
-    manifest = Path(data_location) / MANIFEST
-    if manifest.is_file():
-        shards = parse_manifest(manifest.read_bytes(), data_location).splits["train"].shards
-        image_count = sum(shard.images for shard in shards)
+    manifest_file = Path(data_location) / MANIFEST
+    if manifest_file.is_file():
+        training_shards = parse_manifest(manifest_file.read_bytes(), data_location).splits["train"].shards
+        image_count = sum(shard.images for shard in training_shards)
     elif not (image_count := count_training_images(data_location) or 0):
         return None
     if isinstance(holdout, str):
@@ -141,15 +141,15 @@ class Planning:
 
     def __init__(self, script_command: Sequence[str], cluster: Cluster):
         self.script_command, self.cluster = list(script_command), cluster
-        script, *self.script_flags = script_command
-        if not Path(script).is_file():
-            raise ValueError(f"the script {script} does not exist")
-        loaded_script = load_script(Path(script))
+        script_path, *self.script_flags = script_command
+        if not Path(script_path).is_file():
+            raise ValueError(f"the script {script_path} does not exist")
+        loaded_script = load_script(Path(script_path))
         self.recipe = recipe_of(loaded_script, self.script_flags)
         self.build_optimizer = getattr(loaded_script, "build_optimizer", lambda: None)
         if self.recipe.freeze:
-            remark = "--freeze is ignored. The plan assumes that all layers are trained"
-            print(f"{remark}, which requires more memory, traffic and time.")
+            freeze_remark = "--freeze is ignored. The plan assumes that all layers are trained"
+            print(f"{freeze_remark}, which requires more memory, traffic and time.")
         self.training_image_count = _count_training_images(self.recipe.data, self.recipe.holdout)
         # Raise ValueError for a batch size that train scripts refuse.
         share_out(self.recipe.batch_size, self.recipe.per_device_batch_size, cluster.process_count)
@@ -205,16 +205,16 @@ class Planning:
         report_progress(f"tracing {strategy}")
         process_count, batch_size = self._process_count(strategy), self.recipe.batch_size
         image_count = self.recipe.per_device_batch_size or batch_size // process_count
-        trace = self._trace(strategy, image_count)
+        strategy_trace = self._trace(strategy, image_count)
         memory_bytes = self.cluster.device.memory_gb * 1e9
-        largest_image_count = cost.estimate_largest_size(trace.peak_bytes, memory_bytes)
+        largest_image_count = cost.estimate_largest_size(strategy_trace.peak_bytes, memory_bytes)
         if largest_image_count < image_count:
             fitting_counts = range(1, largest_image_count + 1)
             divisors = [count for count in fitting_counts if batch_size % (count * process_count) == 0]
             image_count = max(divisors, default=0)
-            trace = self._trace(strategy, image_count) if image_count else trace
-        trace = compress_traffic(trace, self.recipe.grad_compression)
-        return Candidate(strategy, trace, image_count, largest_image_count)
+            strategy_trace = self._trace(strategy, image_count) if image_count else strategy_trace
+        strategy_trace = compress_traffic(strategy_trace, self.recipe.grad_compression)
+        return Candidate(strategy, strategy_trace, image_count, largest_image_count)
 
     def _trace(self, strategy: str, image_count: int) -> Trace:
         """Trace micro-batches of `image_count` images, and of twice as many, in a process without GPUs."""
@@ -225,13 +225,13 @@ class Planning:
         trace_arguments += [*self.script_command, f"--mixed_precision={self.precision}"]
         trace_env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         trace_command = [sys.executable, "-m", "tools.plan.trace", *map(str, trace_arguments)]
-        completed = subprocess.run(trace_command, env=trace_env, capture_output=True, text=True, check=False)
-        if completed.returncode:
-            error_lines = [line for line in completed.stderr.splitlines() if line.strip()]
-            last_line = error_lines[-1] if error_lines else "the tracing process was killed"
-            reason = last_line.removeprefix("error: ")
-            raise ValueError(f"the strategy {strategy} can't be traced: {reason}")
-        *_, trace_json = completed.stdout.splitlines()
+        traced_run = subprocess.run(trace_command, env=trace_env, capture_output=True, text=True, check=False)
+        if traced_run.returncode:
+            error_lines = [error_line for error_line in traced_run.stderr.splitlines() if error_line.strip()]
+            last_error_line = error_lines[-1] if error_lines else "the tracing process was killed"
+            trace_problem = last_error_line.removeprefix("error: ")
+            raise ValueError(f"the strategy {strategy} can't be traced: {trace_problem}")
+        *_, trace_json = traced_run.stdout.splitlines()
         return Trace.from_json(trace_json)
 
     def _process_count(self, strategy: str) -> int:
@@ -305,21 +305,21 @@ class Planning:
             choice_reason = "the simplest strategy that is limited by launch overhead"
         rejected_lines = [line for line in candidate_lines if line is not best_line]
         rejections = [f"  not {line.strategy}: {line.rejection_reason(best_line)}" for line in rejected_lines]
-        heading = f"\nRecommended: {best_line.strategy} ({choice_reason}):"
-        command = self._training_command(best_line)
-        return "\n".join([heading, f"    {shlex.join(command)}", *rejections])
+        recommendation_heading = f"\nRecommended: {best_line.strategy} ({choice_reason}):"
+        training_command = self._training_command(best_line)
+        return "\n".join([recommendation_heading, f"    {shlex.join(training_command)}", *rejections])
 
     def _training_command(self, plan_line: PlanLine) -> list[str]:
         has_several_hosts = self.cluster.host_count > 1
-        launcher = ["python", "launch.py", "--hostfile", "hostfile"]
-        command = launcher if has_several_hosts else ["accelerate", "launch"]
-        command += ["--config_file", plan_line.config_file]
+        launch_py_command = ["python", "launch.py", "--hostfile", "hostfile"]
+        training_command = launch_py_command if has_several_hosts else ["accelerate", "launch"]
+        training_command += ["--config_file", plan_line.config_file]
         if not has_several_hosts:
-            command += ["--num_processes", str(self.cluster.gpus_per_host)]
-        command += [*self.script_command, "--per_device_batch_size", str(plan_line.images)]
+            training_command += ["--num_processes", str(self.cluster.gpus_per_host)]
+        training_command += [*self.script_command, "--per_device_batch_size", str(plan_line.images)]
         if self.precision != "bf16" and not self.recipe.mixed_precision:
-            command += ["--mixed_precision", self.precision]
-        return command
+            training_command += ["--mixed_precision", self.precision]
+        return training_command
 
 
 def config_of_strategy(strategy: str) -> str:

@@ -118,8 +118,8 @@ class _OperationRecorder(DispatchMode):
             self.collectives.append((collective_name, moved_bytes, rank_count))
 
 
-def _tensors_in(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
+def _tensors_in(tensor_tree: Any) -> list[Tensor]:
+    return [tree_leaf for tree_leaf in leaves(tensor_tree) if isinstance(tree_leaf, Tensor)]
 
 
 class TracedTraining:
@@ -186,12 +186,12 @@ def trace(job: PlannedJob, image_counts: list[int]) -> Trace:
         training.model = materialize_on_fake_cpu(training.model)
         training.wrap_model()
         model = training.model
-        averages = training.average.averages if training.average else ()
+        ema_tensors = training.average.averages if training.average else ()
         reducer_collectives: list[Collective] = []  # from DDP's reducer, which bypasses the dispatcher
         record_reducer_collectives(model, reducer_collectives)
         layout = layout_of(model, training.optimizer)
-        tracker = torch_fakes.memory_tracker()
-        tracker.track_external(model, *leaves(layout.local_tensors), *averages)
+        memory_tracker = torch_fakes.memory_tracker()
+        memory_tracker.track_external(model, *leaves(layout.local_tensors), *ema_tensors)
         gradient_bytes = 0
 
         def record_gradient_bytes() -> None:
@@ -204,17 +204,17 @@ def trace(job: PlannedJob, image_counts: list[int]) -> Trace:
             images = torch.empty(training.batch_shape(image_count), memory_format=torch.channels_last)
             labels = torch.empty(image_count, dtype=torch.int64)
             training.train_step(images, labels, record_gradient_bytes)
-            tracker.reset_mod_stats()
+            memory_tracker.reset_mod_stats()
 
         peak_bytes: dict[int, dict[str, int]] = {}  # by number of images, then by category
 
         def trace_peak(image_count: int) -> None:
-            torch_fakes.reset_peak_memory(tracker)
+            torch_fakes.reset_peak_memory(memory_tracker)
             trace_step(image_count)
-            snapshot = tracker.get_tracker_snapshot("peak")[torch.device("cpu")].items()
-            peak_bytes[image_count] = {str(getattr(key, "value", key)): size for key, size in snapshot}
+            peak_items = memory_tracker.get_tracker_snapshot("peak")[torch.device("cpu")].items()
+            peak_bytes[image_count] = {str(getattr(key, "value", key)): size for key, size in peak_items}
 
-        with tracker:
+        with memory_tracker:
             trace_step(first_image_count)  # the first step creates the optimizer state
             with recorder:
                 reducer_collectives.clear()
@@ -229,7 +229,7 @@ def trace(job: PlannedJob, image_counts: list[int]) -> Trace:
                 trace_peak(largest_image_count)
                 trace_peak(largest_image_count + IMAGE_QUANTUM)
     optimizer_tensors = _tensors_in(layout.local_states())
-    optimizer_tensors += [*(layout.local_tensors if layout.has_flat_partitions else ()), *averages]
+    optimizer_tensors += [*(layout.local_tensors if layout.has_flat_partitions else ()), *ema_tensors]
     return Trace(
         strategy=strategy(training.accelerator),
         mixed_precision=precision(training.accelerator),
@@ -250,9 +250,9 @@ def main() -> None:
     _, config_file, process_count, host_count, image_counts, device_name, *script_command = sys.argv
     sys.argv[:] = script_command  # error messages start with the script's name
     device = find_device(device_name)
-    job = PlannedJob(Path(config_file), int(process_count), int(host_count), device, script_command)
+    planned_job = PlannedJob(Path(config_file), int(process_count), int(host_count), device, script_command)
     try:
-        step_trace = trace(job, [int(image_count) for image_count in image_counts.split(",")])
+        step_trace = trace(planned_job, [int(image_count) for image_count in image_counts.split(",")])
     except ValueError as error:
         sys.exit(f"error: {error}")
     print(json.dumps(dataclasses.asdict(step_trace)), flush=True)

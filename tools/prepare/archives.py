@@ -108,8 +108,8 @@ class ByteStream:
         self._chunk, self._index_in_chunk = next(self._chunks, b""), 0
         if not self._chunk and self._chunk_start < self.size:
             remedy = "Do not change the source during a read, and run the same command again."
-            end = f"at byte {self._chunk_start:,} of {self.size:,}"
-            raise ValueError(f"{self.display_name} ended early, {end}. {remedy}")
+            failure_position = f"at byte {self._chunk_start:,} of {self.size:,}"
+            raise ValueError(f"{self.display_name} ended early, {failure_position}. {remedy}")
         if self._hash is not None:
             if self._hash_future is not None:
                 self._hash_future.result()
@@ -132,24 +132,26 @@ def open_stream(
         ValueError: If the file or object is missing, or if access is denied.
     """
     if location.startswith("s3://"):
-        bucket, _, key = location.removeprefix("s3://").partition("/")
-        store = store or ObjectStore(f"s3://{bucket}")
-        if not key or (size_and_etag := store.size_and_etag(key)) is None:
+        bucket_name, _, object_key = location.removeprefix("s3://").partition("/")
+        store = store or ObjectStore(f"s3://{bucket_name}")
+        if not object_key or (size_and_etag := store.size_and_etag(object_key)) is None:
             raise ValueError(f"{location} does not exist. Pass the s3://bucket/key URL of an archive.")
-        return ByteStream(location, *size_and_etag, partial(store.stream, key, *size_and_etag), hash_name)
-    path = Path(location)
-    if not path.is_file():
+        return ByteStream(
+            location, *size_and_etag, partial(store.stream, object_key, *size_and_etag), hash_name
+        )
+    archive_path = Path(location)
+    if not archive_path.is_file():
         raise ValueError(f"{location} is not a file. Pass the path or s3:// URL of an archive.")
-    file_stat = path.stat()
+    file_stat = archive_path.stat()
     chunk_bytes = HEADER_CHUNK_BYTES if headers_only and not hash_name else CHUNK_BYTES
-    open_chunks = partial(_file_chunks, path, chunk_bytes)
+    open_chunks = partial(_file_chunks, archive_path, chunk_bytes)
     return ByteStream(location, file_stat.st_size, str(file_stat.st_mtime_ns), open_chunks, hash_name)
 
 
 def _file_chunks(archive_path: Path, chunk_bytes: int, start_position: int) -> Iterator[bytes]:
-    with open(archive_path, "rb", buffering=0) as file:
-        file.seek(start_position)
-        while chunk := file.read(chunk_bytes):
+    with open(archive_path, "rb", buffering=0) as archive_file:
+        archive_file.seek(start_position)
+        while chunk := archive_file.read(chunk_bytes):
             yield chunk
 
 
@@ -196,37 +198,37 @@ def archive_members(archive: ArchiveMember) -> Iterator[ArchiveMember]:
             archive and the member.
     """
     archive.stream.seek(archive.offset)
-    headers = _HeaderReader(archive)
+    reader = _HeaderReader(archive)
     try:
-        tar = tarfile.TarFile(fileobj=headers)  # type: ignore[arg-type]
-        while (header := tar.next()) is not None:
+        tar_file = tarfile.TarFile(fileobj=reader)  # type: ignore[arg-type]
+        while (header := tar_file.next()) is not None:
             if not header.isdir():
-                yield _checked_member(archive, header, headers.archive_end)
+                yield _checked_member(archive, header, reader.archive_end)
     except tarfile.TarError as error:
-        problem = f"is truncated or damaged ({error})"
-        raise ValueError(f"{archive.display_name} {problem}. {DOWNLOAD_AGAIN}.") from None
-    if headers.last_read != bytes(tarfile.BLOCKSIZE):  # tarfile stops at an invalid header without an error
-        damage = f"is truncated or damaged at byte {headers.tell():,}, because the end mark is missing"
+        damage_text = f"is truncated or damaged ({error})"
+        raise ValueError(f"{archive.display_name} {damage_text}. {DOWNLOAD_AGAIN}.") from None
+    if reader.last_read != bytes(tarfile.BLOCKSIZE):  # tarfile stops at an invalid header without an error
+        damage = f"is truncated or damaged at byte {reader.tell():,}, because the end mark is missing"
         raise ValueError(f"{archive.display_name} {damage}. {DOWNLOAD_AGAIN}.")
-    while remaining_bytes := headers.read(MAX_HEADER_BYTES):
+    while remaining_bytes := reader.read(MAX_HEADER_BYTES):
         if any(remaining_bytes):
             remedy = "Archives that were joined with cat can't be read. Pass each archive separately."
             raise ValueError(f"{archive.display_name} contains data after its end mark. {remedy}")
 
 
 def _checked_member(archive: ArchiveMember, header: tarfile.TarInfo, archive_end: int) -> ArchiveMember:
-    member_name, problem = header.name.removeprefix("./"), ""
+    member_name, member_problem = header.name.removeprefix("./"), ""
     max_bytes = math.inf if member_name.endswith(".tar") else MAX_IMAGE_BYTES
     if not member_name.isprintable() or any(part in ("", ".", "..") for part in member_name.split("/")):
-        problem = "is not a plain relative name. Absolute names and .. are not accepted"
+        member_problem = "is not a plain relative name. Absolute names and .. are not accepted"
     elif not header.isreg() or header.issparse():
-        problem = "is a link, a device or another special file. Only regular files are accepted"
+        member_problem = "is a link, a device or another special file. Only regular files are accepted"
     elif not 0 <= header.size <= max_bytes:
-        problem = f"has {header.size:,} bytes. The maximum is {max_bytes:,} bytes"
-    if problem:
+        member_problem = f"has {header.size:,} bytes. The maximum is {max_bytes:,} bytes"
+    if member_problem:
         shown_name = header.name if header.name.isprintable() and header.name else ascii(header.name)
         remedy = f"{DOWNLOAD_AGAIN}, or rebuild it without this file."
-        raise ValueError(f"{archive.display_name}: {shown_name[:200]} {problem}. {remedy}")
+        raise ValueError(f"{archive.display_name}: {shown_name[:200]} {member_problem}. {remedy}")
     available_bytes = archive_end - header.offset_data
     if header.size > available_bytes:
         present = f"only {available_bytes:,} of the {header.size:,} bytes of {member_name}"

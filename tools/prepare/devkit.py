@@ -44,16 +44,16 @@ def read_devkit(stream: ByteStream, subset: bool = False) -> tuple[dict[str, str
     """
     content_by_file = _read_devkit_files(stream)
     if missing_files := [name for name in (CLASSES_FILE, LABELS_FILE) if name not in content_by_file]:
-        problem = f"does not contain {missing_files[0]}. Pass {DEVKIT_ARCHIVE} (tasks 1 and 2)"
-        raise ValueError(f"{stream.display_name} {problem}.")
+        devkit_problem = f"does not contain {missing_files[0]}. Pass {DEVKIT_ARCHIVE} (tasks 1 and 2)"
+        raise ValueError(f"{stream.display_name} {devkit_problem}.")
     classes_name, labels_name = (f"{stream.display_name}: {file}" for file in (CLASSES_FILE, LABELS_FILE))
     wnid_by_id, words_by_wnid = _read_classes(classes_name, content_by_file[CLASSES_FILE])
     label_by_wnid = {wnid: label for label, wnid in enumerate(words_by_wnid)}
-    ids = content_by_file[LABELS_FILE].decode(errors="replace").split()
-    if unknown_ids := set(ids) - set(map(str, wnid_by_id)):
-        problem = f"the id {min(unknown_ids)!a}, which is not a class in {CLASSES_FILE}"
-        raise ValueError(f"{labels_name} contains {problem}. {DOWNLOAD_AGAIN}.")
-    labels = np.array([label_by_wnid[wnid_by_id[int(id_)]] for id_ in ids], dtype=np.int64)
+    class_ids = content_by_file[LABELS_FILE].decode(errors="replace").split()
+    if unknown_ids := set(class_ids) - set(map(str, wnid_by_id)):
+        label_problem = f"the id {min(unknown_ids)!a}, which is not a class in {CLASSES_FILE}"
+        raise ValueError(f"{labels_name} contains {label_problem}. {DOWNLOAD_AGAIN}.")
+    labels = np.array([label_by_wnid[wnid_by_id[int(class_id)]] for class_id in class_ids], dtype=np.int64)
     if not subset:
         check_class_count(stream.display_name, len(wnid_by_id))
         _check_image_counts(labels_name, labels)
@@ -74,26 +74,26 @@ def read_val_labels(stream: ByteStream, wnids: Sequence[str], subset: bool = Fal
     label_by_class = {str(label): label for label in range(len(wnids))}
     label_by_class |= {wnid: label for label, wnid in enumerate(wnids)}
     label_by_image_number: dict[int, int] = {}  # image numbers start at 1
-    lines = stream.read(MAX_DEVKIT_BYTES).decode(errors="replace").splitlines()
-    rows = [re.split(r"[,\s]+", line) for line in lines]
+    label_lines = stream.read(MAX_DEVKIT_BYTES).decode(errors="replace").splitlines()
+    rows = [re.split(r"[,\s]+", label_line) for label_line in label_lines]
     rows = [row for row in rows if row[0] and row[0] != "ImageId"]  # skips the header line of Kaggle's file
-    classes = [row[1] if len(row) > 1 and VAL_NAME_PATTERN.fullmatch(row[0]) else row[0] for row in rows]
+    class_names = [row[1] if len(row) > 1 and VAL_NAME_PATTERN.fullmatch(row[0]) else row[0] for row in rows]
     if not rows:
         raise ValueError(f"{stream.display_name} contains no labels. Write one label per line.")
-    starts_at_1 = "0" not in classes and str(len(wnids)) in classes
-    if starts_at_1 and all(class_name.isdecimal() for class_name in classes):
+    is_one_based = "0" not in class_names and str(len(wnids)) in class_names
+    if is_one_based and all(class_name.isdecimal() for class_name in class_names):
         problem = "numbers the classes from 1, like the development kit, which orders the classes differently"
         remedy = f"Pass --devkit {DEVKIT_ARCHIVE}, or a list of WordNet ids."
         raise ValueError(f"{stream.display_name} {problem}. {remedy}")
-    for line_number, (row, class_name) in enumerate(zip(rows, classes, strict=True), 1):
+    for line_number, (row, class_name) in enumerate(zip(rows, class_names, strict=True), 1):
         if class_name not in label_by_class:
-            problem = f"{class_name} is not one of the {len(wnids):,} classes in {TRAIN_ARCHIVE}"
-            raise ValueError(f"{stream.display_name} line {line_number}: {problem}")
+            label_problem = f"{class_name} is not one of the {len(wnids):,} classes in {TRAIN_ARCHIVE}"
+            raise ValueError(f"{stream.display_name} line {line_number}: {label_problem}")
         image_match = VAL_NAME_PATTERN.fullmatch(row[0])
         image_number = int(image_match[1]) if image_match else line_number
         label_by_image_number[image_number] = label_by_class[class_name]
-    all_numbers = set(range(1, len(label_by_image_number) + 1))
-    if missing_numbers := all_numbers - label_by_image_number.keys():
+    expected_numbers = set(range(1, len(label_by_image_number) + 1))
+    if missing_numbers := expected_numbers - label_by_image_number.keys():
         raise ValueError(f"{stream.display_name} has no label for validation image {min(missing_numbers)}")
     labels = np.array([label for _, label in sorted(label_by_image_number.items())], dtype=np.int64)
     if not subset:
@@ -117,8 +117,8 @@ def _check_image_counts(file_name: str, labels: np.ndarray) -> None:
 
 def _check_count(message_format: str, count: int, published_count: int) -> None:
     if count != published_count:
-        message = f"{message_format.format(f'{count:,}')}, but ILSVRC2012 has {published_count:,}"
-        raise ValueError(f"{message}. Add --subset to accept a subset.")
+        count_message = f"{message_format.format(f'{count:,}')}, but ILSVRC2012 has {published_count:,}"
+        raise ValueError(f"{count_message}. Add --subset to accept a subset.")
 
 
 def _read_devkit_files(stream: ByteStream) -> dict[str, bytes]:
@@ -129,12 +129,12 @@ def _read_devkit_files(stream: ByteStream) -> dict[str, bytes]:
         tar_content = gzip.decompress(stream.read(MAX_DEVKIT_BYTES))
         with tarfile.open(fileobj=io.BytesIO(tar_content)) as archive:
             for member in archive:
-                _, _, name = member.name.partition("/")  # all files are in a single folder
-                if name in (CLASSES_FILE, LABELS_FILE) and (file := archive.extractfile(member)):
-                    content_by_file[name] = file.read()
+                _, _, file_name = member.name.partition("/")  # all files are in a single folder
+                if file_name in (CLASSES_FILE, LABELS_FILE) and (member_file := archive.extractfile(member)):
+                    content_by_file[file_name] = member_file.read()
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
-        problem = f"is damaged or is not a gzip file ({error})"
-        raise ValueError(f"{stream.display_name} {problem}. {DOWNLOAD_AGAIN}.") from None
+        devkit_problem = f"is damaged or is not a gzip file ({error})"
+        raise ValueError(f"{stream.display_name} {devkit_problem}. {DOWNLOAD_AGAIN}.") from None
     return content_by_file
 
 
@@ -151,16 +151,16 @@ def _read_classes(file_name: str, mat_content: bytes) -> tuple[dict[int, str], d
     try:
         synsets = loadmat(io.BytesIO(mat_content), squeeze_me=True, variable_names=["synsets"])["synsets"]
         field_names = ("ILSVRC2012_ID", "WNID", "words", "num_children")
-        synset_rows = zip(*(np.atleast_1d(synsets)[field] for field in field_names), strict=True)
-        leaf_rows = [fields for *fields, child_count in synset_rows if child_count == 0]
-        leaf_classes = [(int(id_), str(wnid), str(words)) for id_, wnid, words in leaf_rows]
+        synset_rows = zip(*(np.atleast_1d(synsets)[field_name] for field_name in field_names), strict=True)
+        leaf_rows = [leaf_fields for *leaf_fields, child_count in synset_rows if child_count == 0]
+        leaf_classes = [(int(class_id), str(wnid), str(words)) for class_id, wnid, words in leaf_rows]
     except Exception as error:  # loadmat's errors have no common base class
-        problem = f"can't be read as a list of synsets ({type(error).__name__})"
-        raise ValueError(f"{file_name} {problem}. {DOWNLOAD_AGAIN}.") from None
-    wnid_by_id = {id_: wnid for id_, wnid, _ in leaf_classes}
+        classes_problem = f"can't be read as a list of synsets ({type(error).__name__})"
+        raise ValueError(f"{file_name} {classes_problem}. {DOWNLOAD_AGAIN}.") from None
+    wnid_by_id = {class_id: wnid for class_id, wnid, _ in leaf_classes}
     words_by_wnid = {wnid: words for _, wnid, words in leaf_classes}
-    are_unique = len(wnid_by_id) == len(words_by_wnid) == len(leaf_classes) > 0
-    if not are_unique or not all(re.fullmatch(r"n\d{8}", wnid) for wnid in words_by_wnid):
-        problem = "contains classes without a unique WordNet id or ILSVRC2012 id"
-        raise ValueError(f"{file_name} {problem}. {DOWNLOAD_AGAIN}.")
+    are_ids_unique = len(wnid_by_id) == len(words_by_wnid) == len(leaf_classes) > 0
+    if not are_ids_unique or not all(re.fullmatch(r"n\d{8}", wnid) for wnid in words_by_wnid):
+        classes_problem = "contains classes without a unique WordNet id or ILSVRC2012 id"
+        raise ValueError(f"{file_name} {classes_problem}. {DOWNLOAD_AGAIN}.")
     return wnid_by_id, dict(sorted(words_by_wnid.items()))

@@ -47,22 +47,24 @@ class Journal:
         folder_fd = os.open(self.folder, os.O_RDONLY)
         try:
             if not try_lock(folder_fd):
-                problem = f"another process prepares images in {self.folder}"
-                raise ValueError(f"{problem}. Wait until that process ends.")
+                lock_problem = f"another process prepares images in {self.folder}"
+                raise ValueError(f"{lock_problem}. Wait until that process ends.")
             journal_file, store_url = self.folder / JOURNAL, self.store and self.store.url
             if journal_file.exists():
                 self.earlier_journal = read_json(journal_file)
-                entries = self.earlier_journal["splits"].items()
+                split_entries = self.earlier_journal["splits"].items()
                 # Version 1.0 also recorded unfinished splits.
-                finished_entries = {split: entry for split, entry in entries if "finished" in entry}
+                finished_entries = {
+                    split: split_entry for split, split_entry in split_entries if "finished" in split_entry
+                }
                 self.earlier_journal["splits"] = finished_entries
-            earlier = self.earlier_journal
-            if earlier is not None and earlier["splits"] and earlier["store"] != store_url:
-                earlier_output = earlier["store"] or self.folder
-                flag = "--work_dir" if self.store else "--out"
+            journal = self.earlier_journal
+            if journal is not None and journal["splits"] and journal["store"] != store_url:
+                earlier_output = journal["store"] or self.folder
+                output_flag = "--work_dir" if self.store else "--out"
                 raise ValueError(
                     f"{self.folder} contains a preparation for --out {earlier_output}."
-                    f" Resume this preparation, empty the folder, or pass a different {flag}."
+                    f" Resume this preparation, empty the folder, or pass a different {output_flag}."
                 )
             yield
         finally:
@@ -88,14 +90,14 @@ class Journal:
         with contextlib.suppress(ValueError):
             manifest = parse_json(manifest_content, MANIFEST)
         if "settings" not in manifest:
-            problem = f"{self.output_location} contains the {MANIFEST} of a different program"
-            raise ValueError(f"{problem}. Pass a new --out.")
+            manifest_problem = f"{self.output_location} contains the {MANIFEST} of a different program"
+            raise ValueError(f"{manifest_problem}. Pass a new --out.")
         self._check_settings(manifest["settings"])
-        splits = manifest["splits"]
-        shards = [shard for split in splits.values() for shard in split["shards"]]
+        manifest_splits = manifest["splits"]
+        shards = [shard for split_entry in manifest_splits.values() for shard in split_entry["shards"]]
         own_shards = [shard for shard in shards if not shard["file"].startswith("s3://")]
         size_by_file = {
-            index_file_name(split): None for split in splits
+            index_file_name(split): None for split in manifest_splits
         }  # the manifest contains no index size
         size_by_file |= {shard["file"]: shard["bytes"] for shard in own_shards}
         stored_files = set() if self.store is None else set(self.store.list())
@@ -103,21 +105,21 @@ class Journal:
             local_file = self.folder / file_name
             is_local = local_file.is_file() and expected_size in (None, local_file.stat().st_size)
             if file_name not in stored_files and not is_local:
-                problem = (
+                file_problem = (
                     f"{self.output_location} was complete, but {file_name} is missing or has a different size"
                 )
-                raise ValueError(f"{problem}. Empty {self.output_location} and run the command again.")
+                raise ValueError(f"{file_problem}. Empty {self.output_location} and run the command again.")
         if (self.folder / JOURNAL).exists():  # an earlier process was killed before it removed the journal
             self._remove_journal()
-        return splits
+        return manifest_splits
 
     def _check_settings(self, earlier_settings: dict[str, Any]) -> None:
-        for setting_name, value in self.settings.items():
-            if earlier_settings.get(setting_name) != value:
-                change = f"{setting_name} was {earlier_settings.get(setting_name)} and is now {value}"
+        for setting_name, current_value in self.settings.items():
+            if earlier_settings.get(setting_name) != current_value:
+                change = f"{setting_name} was {earlier_settings.get(setting_name)} and is now {current_value}"
                 flags = "--out and --work_dir" if self.store else "--out"
-                problem = f"{self.output_location} was started with different settings: {change}"
-                raise ValueError(f"{problem}. Pass a new {flags}, or empty {self.output_location}.")
+                setting_problem = f"{self.output_location} was started with different settings: {change}"
+                raise ValueError(f"{setting_problem}. Pass a new {flags}, or empty {self.output_location}.")
 
     # --- Begin or resume
 
@@ -137,8 +139,8 @@ class Journal:
         }
         if earlier_journal is not None:
             for output_file in self.folder.iterdir():
-                output_name = OUTPUT_NAME_PATTERN.fullmatch(output_file.name)
-                if output_name and output_name[1] not in earlier_journal["splits"]:
+                name_match = OUTPUT_NAME_PATTERN.fullmatch(output_file.name)
+                if name_match and name_match[1] not in earlier_journal["splits"]:
                     output_file.unlink()
         if earlier_journal is None or not earlier_journal["splits"]:
             self._check_output_is_empty()
@@ -160,18 +162,18 @@ class Journal:
 
     def _check_output_is_empty(self) -> None:
         if other_files := [file.name for file in self.folder.iterdir() if file.name[0] != "."]:
-            problem = f"contains other files, such as {other_files[0]}"
-            raise ValueError(f"{self.folder} {problem}. Pass a new folder.")
+            folder_problem = f"contains other files, such as {other_files[0]}"
+            raise ValueError(f"{self.folder} {folder_problem}. Pass a new folder.")
         if self.store is not None:
             self.store.probe()
             # Accept hidden objects, for example from a killed probe, and accept shards whose --work_dir was
             # lost.
             has_started = self.store.read(JOURNAL) is not None
-            visible_keys = [key for key in self.store.list() if key[0] != "."]
-            shards = set(filter(OUTPUT_NAME_PATTERN.fullmatch, visible_keys)) if has_started else set()
-            if other_keys := [key for key in visible_keys if key not in shards]:
-                problem = f"contains other objects, such as {other_keys[0]}"
-                raise ValueError(f"{self.store.url} {problem}. Pass a new prefix.")
+            visible_keys = [object_key for object_key in self.store.list() if object_key[0] != "."]
+            shard_keys = set(filter(OUTPUT_NAME_PATTERN.fullmatch, visible_keys)) if has_started else set()
+            if other_keys := [object_key for object_key in visible_keys if object_key not in shard_keys]:
+                prefix_problem = f"contains other objects, such as {other_keys[0]}"
+                raise ValueError(f"{self.store.url} {prefix_problem}. Pass a new prefix.")
             self.store.write(JOURNAL, json.dumps({"settings": self.settings}).encode())
 
     def _check_finished_inputs(self, earlier_journal: dict[str, Any]) -> None:
@@ -180,14 +182,14 @@ class Journal:
         for part in sorted(earlier_inputs.keys() | self.dataset.locations.keys()):
             earlier_input = (earlier_inputs.get(part), earlier_journal["versions"].get(part))
             current_input = (self.dataset.bytes_by_part.get(part), self.dataset.version_by_part.get(part))
-            change = f"{part} changed"
+            input_change = f"{part} changed"
             if earlier_journal["classes"] != self.dataset.classes:  # different classes change the labels
-                change = "the list of classes changed"
+                input_change = "the list of classes changed"
             elif earlier_input == current_input:
                 continue
             if part == "devkit" or part in earlier_journal["splits"]:
-                problem = f"{change} since the preparation in {self.folder} started"
-                raise ValueError(f"{problem}. Remove the folder and start again.")
+                input_problem = f"{input_change} since the preparation in {self.folder} started"
+                raise ValueError(f"{input_problem}. Remove the folder and start again.")
 
     # --- Progress
 

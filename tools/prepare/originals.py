@@ -104,10 +104,10 @@ def class_tars(archive: ArchiveMember) -> Iterator[ImageGroup]:
 
 def class_folders(root: Path) -> Iterator[ImageGroup]:
     """Yield the class folders in a folder, sorted. The image `<class>/a/1.jpg` is named a_1.jpg."""
-    for class_name, paths in list_images_by_class(root).items():
+    for class_name, image_paths in list_images_by_class(root).items():
         image_files = (
             ImageFile(path.removeprefix(f"{class_name}/").replace("/", "_"), (root / path).read_bytes)
-            for path in paths
+            for path in image_paths
         )
         yield ImageGroup(class_name, str(root / class_name), image_files)
 
@@ -124,11 +124,11 @@ def list_images_by_class(root: Path, ignored_files: IgnoredFiles | None = None) 
     """
     ignored_files = ignored_files or IgnoredFiles()
     paths_by_class = {
-        class_name: [f"{class_name}/{path}" for path in paths]
-        for class_name, paths in list_classes(root, ignored_files).items()
+        class_name: [f"{class_name}/{image_path}" for image_path in image_paths]
+        for class_name, image_paths in list_classes(root, ignored_files).items()
     }
-    if link := ignored_files.first_path_by_reason.get(DANGLING_LINKS):
-        raise ValueError(f"{link} is a dangling link. Fix or remove the link.")
+    if dangling_link := ignored_files.first_path_by_reason.get(DANGLING_LINKS):
+        raise ValueError(f"{dangling_link} is a dangling link. Fix or remove the link.")
     if len(paths_by_class) < 2 and (class_list := _find_class_list(root)):
         paths_by_class = _group_images_by_list(root, list_images(root, IgnoredFiles()), class_list)
         del ignored_files.counts[OUTSIDE_CLASSES]
@@ -144,19 +144,19 @@ def list_images_by_class(root: Path, ignored_files: IgnoredFiles | None = None) 
 def _find_class_list(root: Path) -> Path | None:
     """Find the file that lists the images' classes, in the folder or at most four levels above."""
     kaggle_folders = (root, *root.absolute().parents[:4])
-    candidates = (root / TINY_LIST, *(folder / KAGGLE_LIST for folder in kaggle_folders))
+    candidates = (root / TINY_LIST, *(kaggle_folder / KAGGLE_LIST for kaggle_folder in kaggle_folders))
     return next(filter(Path.is_file, candidates), None)
 
 
-def _group_images_by_list(root: Path, paths: list[str], class_list: Path) -> dict[str, list[str]]:
+def _group_images_by_list(root: Path, image_paths: list[str], class_list: Path) -> dict[str, list[str]]:
     """Group images by class, sorted. Each line of the file starts with an image's name and class."""
     names_and_classes = [re.split("[,\t ]", line)[:2] for line in class_list.read_text().splitlines()]
     class_by_stem = {fields[0].removesuffix(".JPEG"): fields[-1] for fields in names_and_classes}
     paths_by_class = defaultdict(list)
-    for path in paths:
-        if (class_name := class_by_stem.get(Path(path).stem)) is None:
-            raise ValueError(f"{class_list} does not contain the class of {root / path}")
-        paths_by_class[class_name].append(path)
+    for image_path in image_paths:
+        if (class_name := class_by_stem.get(Path(image_path).stem)) is None:
+            raise ValueError(f"{class_list} does not contain the class of {root / image_path}")
+        paths_by_class[class_name].append(image_path)
     return dict(sorted(paths_by_class.items()))
 
 
@@ -167,13 +167,13 @@ def labeled_files(groups: Iterable[ImageGroup], label_of: LabelFunction) -> Iter
         ValueError: If a name or class occurs twice, or if a group contains no images.
     """
     class_names = set()
-    for group_index, (class_name, display_name, files) in enumerate(groups):
+    for group_index, (class_name, display_name, group_files) in enumerate(groups):
         if class_name in class_names:
             raise ValueError(f"{display_name} has the same name as another class. Merge the two classes.")
         class_names.add(class_name)
         name_by_key: dict[str, str] = {}
-        for file in files:
-            if not is_image(file_name := file.name.rpartition("/")[2]):
+        for image_file in group_files:
+            if not is_image(file_name := image_file.name.rpartition("/")[2]):
                 continue
             try:
                 label = label_of(class_name, file_name)
@@ -194,25 +194,25 @@ def labeled_files(groups: Iterable[ImageGroup], label_of: LabelFunction) -> Iter
                     " (A key is the image's name without the extension, with _ instead of other dots.)"
                 )
             name_by_key[key] = file_name
-            yield LabeledFile(group_index, display_name, file_name, key, label, file)
+            yield LabeledFile(group_index, display_name, file_name, key, label, image_file)
         if not name_by_key:  # the tar or folder contains no images
             raise ValueError(f"{display_name} contains no images ({' '.join(IMAGE_EXTENSIONS)})")
 
 
 def image_batches(groups: Iterable[ImageGroup], label_of: LabelFunction) -> Iterator[ImageBatch]:
     """Yield all images in batches. Each batch contains images from only one group."""
-    images, batch_bytes, previous = list[RawImage](), 0, None
+    images, batch_bytes, previous_file = list[RawImage](), 0, None
     for labeled_file in labeled_files(groups, label_of):
-        is_full = len(images) == BATCH_IMAGES or batch_bytes >= BATCH_BYTES
-        if previous and (labeled_file.group_index > previous.group_index or is_full):
-            yield ImageBatch(previous.display_name, images, batch_bytes, previous.group_index, [])
+        is_batch_full = len(images) == BATCH_IMAGES or batch_bytes >= BATCH_BYTES
+        if previous_file and (labeled_file.group_index > previous_file.group_index or is_batch_full):
+            yield ImageBatch(previous_file.display_name, images, batch_bytes, previous_file.group_index, [])
             images, batch_bytes = [], 0
-        if not (encoded := labeled_file.file.read()):
+        if not (encoded_image := labeled_file.file.read()):
             raise ValueError(f"{labeled_file.display_name}: {labeled_file.name} is empty. Remove the file.")
-        images.append(RawImage(labeled_file.name, labeled_file.key, labeled_file.label, encoded))
-        batch_bytes, previous = batch_bytes + len(encoded), labeled_file
-    if previous:
-        yield ImageBatch(previous.display_name, images, batch_bytes, previous.group_index, [])
+        images.append(RawImage(labeled_file.name, labeled_file.key, labeled_file.label, encoded_image))
+        batch_bytes, previous_file = batch_bytes + len(encoded_image), labeled_file
+    if previous_file:
+        yield ImageBatch(previous_file.display_name, images, batch_bytes, previous_file.group_index, [])
 
 
 # --- Data sets
@@ -244,7 +244,7 @@ class OriginalImages:
                 images_by_class = list_images_by_class(Path(location), ignored_files := IgnoredFiles())
                 if ignored_text := str(ignored_files):
                     print(f"left out: {ignored_text}", flush=True)
-                paths = [path for class_paths in images_by_class.values() for path in class_paths]
+                paths = [image_path for class_paths in images_by_class.values() for image_path in class_paths]
                 self.bytes_by_part[part], self.version_by_part[part] = size_and_version(Path(location), paths)
                 paths_and_sizes = [(path, os.stat(Path(location) / path).st_size) for path in paths]
                 self.listing_hashes[part] = hash_of_rows(paths_and_sizes)[:16]
@@ -264,7 +264,7 @@ class OriginalImages:
             print(f"reading the class names in {self.locations[split]}", flush=True)
         with self.open_split(split, computes_md5=False) as (groups, _):
             class_names = sorted(group.class_name or "" for group in groups)
-        self.classes = [{"wnid": name, "name": name} for name in class_names]
+        self.classes = [{"wnid": class_name, "name": class_name} for class_name in class_names]
         self.label_functions = dict.fromkeys(SPLITS, class_name_labeler(class_names))
 
     @contextlib.contextmanager
@@ -288,9 +288,9 @@ class OriginalImages:
 
     def check_md5(self, part: str, stream: ByteStream) -> None:
         if (md5 := stream.digest()) != MD5_BY_PART[part]:
-            problem = f"The file's MD5 is {md5}, but {MD5_BY_PART[part]} is expected"
+            md5_problem = f"The file's MD5 is {md5}, but {MD5_BY_PART[part]} is expected"
             remedy = "Download the file again, or add --no_verify to use a different file."
-            raise ValueError(f"{stream.display_name} is not the published file. {problem}. {remedy}")
+            raise ValueError(f"{stream.display_name} is not the published file. {md5_problem}. {remedy}")
 
     def complete_class_names(self, largest_label: int) -> None:
         """Check that each label up to `largest_label` has a class name."""
@@ -316,14 +316,14 @@ class Ilsvrc(OriginalImages):
                 self.check_md5("devkit", stream)
         with open_stream(self.locations["devkit"]) as stream:
             words_by_wnid, val_labels = read_devkit(stream, self.accepts_subset)
-        self.classes = [{"wnid": wnid, "name": words} for wnid, words in words_by_wnid.items()]
+        self.classes = [{"wnid": wnid, "name": class_words} for wnid, class_words in words_by_wnid.items()]
         train_labeler, val_labeler = class_name_labeler([*words_by_wnid]), image_number_labeler(val_labels)
         self.label_functions = {"train": train_labeler, "val": val_labeler}
         self.expected_counts = {"train": len(words_by_wnid), "val": len(val_labels)}
 
     def _read_classes_of_train(self) -> None:
         super().read_classes()
-        wnids = [class_["wnid"] for class_ in self.classes]
+        wnids = [class_entry["wnid"] for class_entry in self.classes]
         if not self.accepts_subset:
             check_class_count(self.locations["train"], len(wnids))
         self.expected_counts = {"train": len(wnids)}
@@ -341,9 +341,9 @@ class Ilsvrc(OriginalImages):
     def check_content(
         self, split: str, group_count: int, image_count: int, stream: ByteStream | None
     ) -> None:
-        count, noun = (group_count, "classes") if split == "train" else (image_count, "images")
-        if not self.accepts_subset and count != self.expected_counts[split]:
-            problem = f"contains {count:,} {noun} instead of {self.expected_counts[split]:,}"
+        content_count, count_noun = (group_count, "classes") if split == "train" else (image_count, "images")
+        if not self.accepts_subset and content_count != self.expected_counts[split]:
+            problem = f"contains {content_count:,} {count_noun} instead of {self.expected_counts[split]:,}"
             remedy = "Download the archive again, or add --subset to use a subset."
             raise ValueError(f"{self.locations[split]} {problem}. {remedy}")
         super().check_content(split, group_count, image_count, stream)
@@ -357,18 +357,18 @@ class ParquetFolder(OriginalImages):
         if not folder.is_dir() or (files_by_name := parquet_files(folder)) is None:
             raise ValueError(f"--data {folder} contains no train-*.parquet. Pass a folder with such files.")
         if (val_name := used_splits(files_by_name).get("val")) is None:
-            missing = "no val-, valid- or test-*.parquet"
-            raise ValueError(f"--data {folder} contains train-*.parquet, but {missing}")
+            missing_files = "no val-, valid- or test-*.parquet"
+            raise ValueError(f"--data {folder} contains train-*.parquet, but {missing_files}")
         files_by_split = {"train": files_by_name["train"], "val": files_by_name[val_name]}
         self.tables_by_split: dict[str, list[Table]] = {}
-        for split, files in files_by_split.items():
-            self.tables_by_split[split] = [Table(str(file), file) for file in files]
-            names = [str(file.relative_to(folder)) for file in files]
-            self.bytes_by_part[split], self.version_by_part[split] = size_and_version(folder, names)
+        for split, table_files in files_by_split.items():
+            self.tables_by_split[split] = [Table(str(table_file), table_file) for table_file in table_files]
+            file_names = [str(table_file.relative_to(folder)) for table_file in table_files]
+            self.bytes_by_part[split], self.version_by_part[split] = size_and_version(folder, file_names)
 
     def read_classes(self) -> None:
         class_names, labels_by_split = read_labels(self.tables_by_split, DEFAULT_COLUMNS, lambda: None)
-        self.classes = [{"wnid": name, "name": name} for name in class_names]
+        self.classes = [{"wnid": class_name, "name": class_name} for class_name in class_names]
         self.label_functions = {
             split: partial(_label_in_row, labels_by_split[split].labels) for split in self.tables_by_split
         }
@@ -376,13 +376,13 @@ class ParquetFolder(OriginalImages):
     @contextlib.contextmanager
     def open_split(self, split: str, computes_md5: bool) -> Iterator[GroupsAndStream]:
         def image_file(row: int, encoded: bytes) -> ImageFile:  # the decoder refuses unknown formats later
-            magic = next(filter(encoded.startswith, EXTENSION_BY_MAGIC_BYTES), b"")
-            extension = EXTENSION_BY_MAGIC_BYTES.get(magic, ".jpg")
+            magic_bytes = next(filter(encoded.startswith, EXTENSION_BY_MAGIC_BYTES), b"")
+            extension = EXTENSION_BY_MAGIC_BYTES.get(magic_bytes, ".jpg")
             return ImageFile(f"{row:09d}{extension}", partial(bytes, encoded))
 
-        images = read_images(self.tables_by_split[split], DEFAULT_COLUMNS, lambda: None)
-        files = (image_file(row, encoded) for row, (encoded, _) in enumerate(images))
-        yield iter([ImageGroup(None, self.locations[split], files)]), None
+        table_images = read_images(self.tables_by_split[split], DEFAULT_COLUMNS, lambda: None)
+        image_files = (image_file(row, encoded) for row, (encoded, _) in enumerate(table_images))
+        yield iter([ImageGroup(None, self.locations[split], image_files)]), None
 
 
 def size_and_version(folder: Path, paths: list[str]) -> tuple[int, str]:
@@ -403,7 +403,7 @@ def hash_of_rows(rows: Sequence[tuple[Any, ...]]) -> str:
 
 
 def class_name_labeler(class_names: Sequence[str]) -> LabelFunction:
-    label_by_class = {name: label for label, name in enumerate(class_names)}
+    label_by_class = {known_class: label for label, known_class in enumerate(class_names)}
 
     def label_of(class_name: str | None, file_name: str) -> int:
         if class_name not in label_by_class:
@@ -417,8 +417,8 @@ def image_number_labeler(labels: np.ndarray) -> LabelFunction:
     """Return a function that maps ILSVRC2012_val_00000001.JPEG to the first label and so on."""
 
     def label_of(_class_name: str | None, file_name: str) -> int:
-        match = VAL_NAME_PATTERN.fullmatch(file_name)
-        image_number = int(match[1]) if match else 0
+        name_match = VAL_NAME_PATTERN.fullmatch(file_name)
+        image_number = int(name_match[1]) if name_match else 0
         if not 1 <= image_number <= len(labels):
             raise ValueError(f"{file_name} is not one of the {len(labels):,} images that have labels")
         return int(labels[image_number - 1])
@@ -427,5 +427,5 @@ def image_number_labeler(labels: np.ndarray) -> LabelFunction:
 
 
 def _label_in_row(labels: np.ndarray, _class_name: str | None, file_name: str) -> int:
-    row = int(file_name.partition(".")[0])
-    return int(labels[row])
+    table_row = int(file_name.partition(".")[0])
+    return int(labels[table_row])

@@ -79,10 +79,12 @@ class Preparation:
 
     def _finish(self) -> None:
         flags, dataset = self.flags, self.dataset
-        entries = {split: self.journal.split_entry(split) for split in self._splits_to_prepare()}
-        finished_splits = {split: entry["finished"] for split, entry in entries.items()}
+        entry_by_split = {split: self.journal.split_entry(split) for split in self._splits_to_prepare()}
+        finished_splits = {split: split_entry["finished"] for split, split_entry in entry_by_split.items()}
         reencoded_images = [
-            {"split": split, **image} for split, entry in entries.items() for image in entry["odd"]
+            {"split": split, **reencoded_image}
+            for split, split_entry in entry_by_split.items()
+            for reencoded_image in split_entry["odd"]
         ]
         largest_labels = [finished.pop("largest_label", 0) for finished in finished_splits.values()]
         dataset.complete_class_names(max(largest_labels))
@@ -101,19 +103,21 @@ class Preparation:
                 "settings": self.settings,
             }
         )
-        counts = [f"{entry['images']:,} images of {split}" for split, entry in finished_splits.items()]
-        print(f"{flags.out} is complete: {', '.join(counts)}, {len(dataset.classes):,} classes")
+        count_texts = [
+            f"{split_entry['images']:,} images of {split}" for split, split_entry in finished_splits.items()
+        ]
+        print(f"{flags.out} is complete: {', '.join(count_texts)}, {len(dataset.classes):,} classes")
         for image in reencoded_images:
             print(f"re-encoded as RGB JPEG: {image['split']} {image['key']} ({image['why']})")
         for missing_split in sorted(set(SPLITS) - finished_splits.keys()):
             print(f"There is no {missing_split} split. {REMEDY[missing_split]}")
         self._print_training_flags(finished_splits)
 
-    def _print_training_flags(self, splits: dict[str, Any]) -> None:
-        if "train" not in splits:
+    def _print_training_flags(self, prepared_splits: dict[str, Any]) -> None:
+        if "train" not in prepared_splits:
             return
         training_flags = f"--data {shlex.quote(self.journal.output_location)}"
-        training_flags += "" if "val" in splits else " --holdout 0.1"
+        training_flags += "" if "val" in prepared_splits else " --holdout 0.1"
         print(printable(f"train with: {training_flags}"))
 
     # --- One split
@@ -123,52 +127,52 @@ class Preparation:
         dataset, started_at = self.dataset, time.perf_counter()
         assert isinstance(dataset, WebDataset)
         index_rows, image_names, shard_entries = array("q"), CollectedNames(), list[dict[str, Any]]()
-        pool = ThreadPoolExecutor(READER_THREADS)
+        reader_pool = ThreadPoolExecutor(READER_THREADS)
         try:
             with ReadingProgress(split, dataset.bytes_by_part[split]) as progress:
                 shards = dataset.shards_by_split[split]
-                indexed_shards = zip(shards, pool.map(dataset.index_shard, shards), strict=True)
-                for shard_number, (shard, (images, sha256)) in enumerate(indexed_shards):
-                    for image in images:
-                        index_rows.extend((shard_number, image.offset, image.length, image.label))
-                        image_names.add(image.name)
-                    shard_entry = {"file": shard.url, "bytes": shard.bytes, "images": len(images)}
-                    shard_entries.append(shard_entry | {"sha256": sha256})
+                indexed_shards = zip(shards, reader_pool.map(dataset.index_shard, shards), strict=True)
+                for shard_number, (shard, (image_rows, shard_sha256)) in enumerate(indexed_shards):
+                    for image_row in image_rows:
+                        index_rows.extend((shard_number, image_row.offset, image_row.length, image_row.label))
+                        image_names.add(image_row.name)
+                    shard_entry = {"file": shard.url, "bytes": shard.bytes, "images": len(image_rows)}
+                    shard_entries.append(shard_entry | {"sha256": shard_sha256})
                     progress.tell(sum(entry["bytes"] for entry in shard_entries))
         finally:
-            pool.shutdown(cancel_futures=True)
+            reader_pool.shutdown(cancel_futures=True)
         index_sha256, largest_label = write_shard_index(self.folder, split, index_rows, image_names)
         image_count = sum(entry["images"] for entry in shard_entries)
         split_entry = {"images": image_count, "index_sha256": index_sha256, "shards": shard_entries}
         split_entry["largest_label"] = largest_label
         journal_entry = {"finished": split_entry, "odd": [], "verified": dataset.checks_md5}
         self.journal.record_split(split, journal_entry)
-        seconds = time.perf_counter() - started_at
-        counts = f"{image_count:,} images in {len(shard_entries):,} tars"
-        print(f"{split}: {counts} indexed in {seconds:.2f} s", flush=True)
+        elapsed_s = time.perf_counter() - started_at
+        counts_text = f"{image_count:,} images in {len(shard_entries):,} tars"
+        print(f"{split}: {counts_text} indexed in {elapsed_s:.2f} s", flush=True)
 
     def _write_split(self, split: str) -> None:
         """Write a split's shards in one pass."""
         flags, dataset = self.flags, self.dataset
         with contextlib.ExitStack() as stack:
-            groups, stream = stack.enter_context(dataset.open_split(split, dataset.checks_md5))
+            image_groups, archive_stream = stack.enter_context(dataset.open_split(split, dataset.checks_md5))
             # Check each JPEG unless the archive is verified by MD5 sums, which exist only for ImageNet.
-            checks_jpegs = not flags.no_verify and not (dataset.checks_md5 and stream)
-            original_batches = image_batches(groups, dataset.label_functions[split])
-            batches = recode_all(original_batches, flags.resize, flags.quality, checks_jpegs)
-            stack.callback(batches.close)  # ends the threads that re-encode images
-            first_batches = list(islice(batches, SAMPLED_BATCHES))
+            checks_jpegs = not flags.no_verify and not (dataset.checks_md5 and archive_stream)
+            original_batches = image_batches(image_groups, dataset.label_functions[split])
+            recoded_batches = recode_all(original_batches, flags.resize, flags.quality, checks_jpegs)
+            stack.callback(recoded_batches.close)  # ends the threads that re-encode images
+            first_batches = list(islice(recoded_batches, SAMPLED_BATCHES))
             writer = ShardWriter(self.folder, split, self._shard_count(split, first_batches), flags.seed)
             stack.callback(writer.close)
             progress = stack.enter_context(ReadingProgress(split, dataset.bytes_by_part[split]))
-            reencoded_images, read_bytes, last_group = list[dict[str, str]](), 0, 0
-            for batch in chain(first_batches, batches):
+            reencoded_images, read_bytes, last_group_index = list[dict[str, str]](), 0, 0
+            for batch in chain(first_batches, recoded_batches):
                 writer.write(batch.images)
                 reencoded_images += batch.reencoded
                 read_bytes += batch.original_bytes
-                last_group = batch.group_index
+                last_group_index = batch.group_index
                 progress.show(writer.image_count, read_bytes)
-            dataset.check_content(split, last_group + 1, writer.image_count, stream)
+            dataset.check_content(split, last_group_index + 1, writer.image_count, archive_stream)
             finished = writer.finish()
             journal_entry = {"finished": finished, "odd": reencoded_images, "verified": dataset.checks_md5}
             self.journal.record_split(split, journal_entry)
@@ -214,27 +218,27 @@ def find_dataset(flags: argparse.Namespace) -> OriginalImages:
     flag_values = {part: getattr(flags, part) for part in (*SPLITS, "devkit", "val_labels")}
     locations_from_flags = {part: path for part, path in flag_values.items() if path}
     if flags.source == "shards":
-        patterns = (find_patterns(data_location) if data_location else {}) | locations_from_flags
-        if not patterns:
-            problem = "contains no shards named *train*.tar or *val*.tar"
-            raise ValueError(f"--data {data_location} {problem}. Pass --train and --val.")
-        return WebDataset(patterns, flags.classes)
+        pattern_by_split = (find_patterns(data_location) if data_location else {}) | locations_from_flags
+        if not pattern_by_split:
+            data_problem = "contains no shards named *train*.tar or *val*.tar"
+            raise ValueError(f"--data {data_location} {data_problem}. Pass --train and --val.")
+        return WebDataset(pattern_by_split, flags.classes)
     if flags.source == "parquet":
         return ParquetFolder(dict.fromkeys(SPLITS, str(Path(data_location).absolute())))
     name_by_part = INPUT_NAMES[flags.source]
     if flags.source == "folder" and Path(data_location).is_dir():
         folder_by_name = split_folders(Path(data_location))
         for part, folder_name in used_splits(folder_by_name).items():
-            if part in SPLITS and (folder := folder_by_name.get(folder_name)):
-                name_by_part = name_by_part | {part: folder}
+            if part in SPLITS and (split_folder := folder_by_name.get(folder_name)):
+                name_by_part = name_by_part | {part: split_folder}
     locations = _find_parts(data_location, name_by_part) | locations_from_flags
     is_ilsvrc = flags.source == "imagenet" or "val_labels" in locations_from_flags
     if flags.source == "tar" and not {"train", "val"} & locations.keys():  # look for ILSVRC2012's file names
         locations |= _find_parts(data_location, INPUT_NAMES["imagenet"])
         is_ilsvrc = True
     if not {"train", "val"} & locations.keys():
-        problem = f"contains neither {name_by_part['train']} nor {name_by_part['val']}"
-        raise ValueError(f"--data {data_location} {problem}. Pass --train and --val.")
+        location_problem = f"contains neither {name_by_part['train']} nor {name_by_part['val']}"
+        raise ValueError(f"--data {data_location} {location_problem}. Pass --train and --val.")
     if is_ilsvrc:
         _check_label_sources(locations, data_location)
         return Ilsvrc(locations, not flags.no_verify, flags.subset)
@@ -244,22 +248,24 @@ def find_dataset(flags: argparse.Namespace) -> OriginalImages:
 def _find_parts(data_location: str, name_by_part: dict[str, str]) -> dict[str, str]:
     if not data_location:
         return {}
-    candidates = {part: f"{data_location.rstrip('/')}/{name}" for part, name in name_by_part.items()}
-    return {part: path for part, path in candidates.items() if location_exists(path)}
+    candidates = {
+        part: f"{data_location.rstrip('/')}/{input_name}" for part, input_name in name_by_part.items()
+    }
+    return {part: candidate for part, candidate in candidates.items() if location_exists(candidate)}
 
 
 def _check_label_sources(locations: dict[str, str], data_location: str) -> None:
     """Raise ValueError unless there is exactly one source for the classes and one for the val labels."""
     if "devkit" in locations:
         if "val_labels" in locations:
-            problem = f"{locations['devkit']} already contains the labels of val"
-            raise ValueError(f"{problem}. Remove --val_labels.")
+            label_problem = f"{locations['devkit']} already contains the labels of val"
+            raise ValueError(f"{label_problem}. Remove --val_labels.")
     elif "train" not in locations or ("val" in locations and "val_labels" not in locations):
         missing_content = "the labels of val"
         missing_content += " and the class names" if "train" not in locations else ""
-        in_base = f" in {data_location}" if data_location else ""
+        in_data = f" in {data_location}" if data_location else ""
         raise ValueError(
-            f"{DEVKIT_ARCHIVE}, which contains {missing_content}, is missing{in_base}. Pass --devkit."
+            f"{DEVKIT_ARCHIVE}, which contains {missing_content}, is missing{in_data}. Pass --devkit."
             " With the training archive, --val_labels FILE can replace --devkit. FILE contains a WordNet id"
             " or index per line."
         )
@@ -268,6 +274,6 @@ def _check_label_sources(locations: dict[str, str], data_location: str) -> None:
 def location_exists(path_or_url: str) -> bool:
     """Return True if the path or S3 object exists."""
     if path_or_url.startswith("s3://"):
-        prefix_url, _, name = path_or_url.rpartition("/")
-        return ObjectStore(prefix_url).size_and_etag(name) is not None
+        prefix_url, _, object_name = path_or_url.rpartition("/")
+        return ObjectStore(prefix_url).size_and_etag(object_name) is not None
     return Path(path_or_url).exists()

@@ -72,8 +72,8 @@ class WebDataset(OriginalImages):
         if any((store and store.url) != first_url for store in other_stores):
             remedy = "Put all shards on this host or into one bucket."
             raise ValueError(f"train and val are in different places. {remedy}")
-        patterns = self.locations.items()
-        self.shards_by_split = {split: find_shards(pattern, self.store) for split, pattern in patterns}
+        split_patterns = self.locations.items()
+        self.shards_by_split = {split: find_shards(pattern, self.store) for split, pattern in split_patterns}
         urls_by_split = [{shard.url for shard in shards} for shards in self.shards_by_split.values()]
         if len(urls_by_split) == 2 and (common_urls := set.intersection(*urls_by_split)):
             raise ValueError(f"{min(common_urls)} is in both train and val. Pass --train and --val.")
@@ -89,8 +89,10 @@ class WebDataset(OriginalImages):
         if self.class_file is None:
             return
         with open_stream(self.class_file) as stream:
-            lines = stream.read(MAX_FIELD_BYTES).decode(errors="replace").splitlines()
-        self.classes = [{"wnid": str(label), "name": line.strip()} for label, line in enumerate(lines)]
+            class_lines = stream.read(MAX_FIELD_BYTES).decode(errors="replace").splitlines()
+        self.classes = [
+            {"wnid": str(label), "name": class_line.strip()} for label, class_line in enumerate(class_lines)
+        ]
 
     def complete_class_names(self, largest_label: int) -> None:
         """Use numbers as class names, or check that each label up to `largest_label` has a name."""
@@ -115,21 +117,23 @@ class WebDataset(OriginalImages):
         """
         hash_name = "sha256" if self.store else None
         with open_stream(shard.url, hash_name, self.store, headers_only=True) as stream:
-            rows = list(_index_rows(stream.archive))
+            index_rows = list(_index_rows(stream.archive))
             sha256 = stream.digest() if self.store else None
-        if not rows:
+        if not index_rows:
             raise ValueError(
                 f"{shard.url} contains no sample with an image ({' '.join(IMAGE_FIELDS)}) and a class"
             )
-        return rows, sha256
+        return index_rows, sha256
 
 
 def find_patterns(base: str) -> dict[str, str]:
     """Find a pattern for each split in a folder or prefix, based on the names of shards or folders."""
     escaped_base, store, pattern_by_split = glob.escape(base.rstrip("/")), bucket_client(base), {}
     for split in SPLITS:
-        words = KEYWORDS_BY_SPLIT[split]
-        patterns = [f"{escaped_base}/*{word}*{ending}" for word in words for ending in (".tar", "/*.tar")]
+        keywords = KEYWORDS_BY_SPLIT[split]
+        patterns = [
+            f"{escaped_base}/*{keyword}*{ending}" for keyword in keywords for ending in (".tar", "/*.tar")
+        ]
         matching_patterns = (pattern for pattern in patterns if match_pattern(pattern, store))
         if pattern := next(matching_patterns, None):
             pattern_by_split[split] = pattern
@@ -148,10 +152,10 @@ def match_pattern(pattern: str, store: ObjectStore | None) -> list[str]:
         return [pattern]
     store_prefix = f"{store.url}/"
     key_prefix = WILDCARD_PATTERN.split(pattern.removeprefix(store_prefix))[0]
-    urls = [store_prefix + key for key in store.list(key_prefix)]
+    object_urls = [store_prefix + object_key for object_key in store.list(key_prefix)]
     # Wildcards match neither a slash nor a leading dot, as on a disk.
     separators = re.findall("/[.]?", pattern)
-    return [url for url in fnmatch.filter(urls, pattern) if re.findall("/[.]?", url) == separators]
+    return [url for url in fnmatch.filter(object_urls, pattern) if re.findall("/[.]?", url) == separators]
 
 
 def find_shards(pattern: str, store: ObjectStore | None) -> list[ShardTar]:
@@ -162,14 +166,14 @@ def find_shards(pattern: str, store: ObjectStore | None) -> list[ShardTar]:
             return ShardTar(path_or_url, stream.size, stream.version)
 
     patterns = _expand_braces(pattern)
-    locations = [location for expanded in patterns for location in match_pattern(expanded, store)]
-    if not locations:
+    shard_locations = [location for expanded in patterns for location in match_pattern(expanded, store)]
+    if not shard_locations:
         raise ValueError(
             f"{pattern} matches no shards. Pass paths or s3:// URLs with *, ? or braces, for example"
             " 'FOLDER/train-{0000..1023}.tar'."
         )
-    with ThreadPoolExecutor(READER_THREADS) as pool:  # because S3 needs one request per object
-        return list(pool.map(open_shard, dict.fromkeys(locations)))
+    with ThreadPoolExecutor(READER_THREADS) as thread_pool:  # because S3 needs one request per object
+        return list(thread_pool.map(open_shard, dict.fromkeys(shard_locations)))
 
 
 def _expand_braces(pattern: str) -> list[str]:
@@ -177,27 +181,27 @@ def _expand_braces(pattern: str) -> list[str]:
     if (braces := BRACES_PATTERN.search(pattern)) is None:
         return [pattern]
     first_number, last_number = braces.groups()
-    numbers = range(int(first_number), int(last_number) + 1)
-    padded_numbers = [str(number).zfill(len(first_number)) for number in numbers]
-    patterns = [pattern.replace(braces[0], number, 1) for number in padded_numbers]
-    return [name for shorter_pattern in patterns for name in _expand_braces(shorter_pattern)]
+    shard_numbers = range(int(first_number), int(last_number) + 1)
+    padded_numbers = [str(shard_number).zfill(len(first_number)) for shard_number in shard_numbers]
+    patterns = [pattern.replace(braces[0], padded_number, 1) for padded_number in padded_numbers]
+    return [expanded for shorter_pattern in patterns for expanded in _expand_braces(shorter_pattern)]
 
 
 def _index_rows(archive: ArchiveMember) -> Iterator[IndexRow]:
     """Yield an index row for each image, without reading the images."""
-    for key, sample in itertools.groupby(archive_members(archive), _sample_key):
-        images, class_fields, sample_name = [], {}, f"{archive.display_name}: {key}"
-        for member in sample:
-            field = member.name[len(key) + 1 :].lower()
-            if field in IMAGE_FIELDS:
+    for sample_key, sample_members in itertools.groupby(archive_members(archive), _sample_key):
+        images, class_fields, sample_name = [], {}, f"{archive.display_name}: {sample_key}"
+        for member in sample_members:
+            field_name = member.name[len(sample_key) + 1 :].lower()
+            if field_name in IMAGE_FIELDS:
                 if not member.size:
                     raise ValueError(f"{sample_name} contains an empty image. Remove the sample.")
                 images.append(member)
-            elif field in CLASS_FIELDS:
+            elif field_name in CLASS_FIELDS:
                 if member.size > MAX_FIELD_BYTES:
-                    problem = f"has {member.size:,} bytes, which is too large for a class"
-                    raise ValueError(f"{sample_name}.{field} {problem}")
-                class_fields[field] = member.read()
+                    field_problem = f"has {member.size:,} bytes, which is too large for a class"
+                    raise ValueError(f"{sample_name}.{field_name} {field_problem}")
+                class_fields[field_name] = member.read()
         if len(images) > 1 or (class_fields and not images):
             raise ValueError(
                 f"{sample_name} contains {len(images)} images ({' '.join(IMAGE_FIELDS)}) instead of one"
@@ -220,14 +224,14 @@ def _sample_label(class_fields: dict[str, bytes], sample_name: str) -> int:
         label = class_fields["cls"].decode(errors="replace").strip()
     elif "json" in class_fields:
         metadata = parse_json(class_fields["json"], f"{sample_name}.json")
-        label = next((metadata[key] for key in JSON_CLASS_KEYS if key in metadata), None)
+        label = next((metadata[json_key] for json_key in JSON_CLASS_KEYS if json_key in metadata), None)
     if label is None:
-        keys = " or ".join(JSON_CLASS_KEYS)
-        remedy = f"Add digits in a .cls file, or a number as {keys} in a .json file."
+        json_keys = " or ".join(JSON_CLASS_KEYS)
+        remedy = f"Add digits in a .cls file, or a number as {json_keys} in a .json file."
         raise ValueError(f"{sample_name} contains no class. {remedy}")
-    digits = "" if isinstance(label, bool) else str(label)
-    is_number = digits.isascii() and digits.isdigit() and len(digits) <= MAX_CLASS_DIGITS
-    if not (is_number and int(digits) < CLASS_LIMIT):
-        expected = f"a number from 0 to {CLASS_LIMIT:,}"
-        raise ValueError(f"the class of {sample_name} is {ascii(label)[:80]} instead of {expected}")
-    return int(digits)
+    label_digits = "" if isinstance(label, bool) else str(label)
+    is_number = label_digits.isascii() and label_digits.isdigit() and len(label_digits) <= MAX_CLASS_DIGITS
+    if not (is_number and int(label_digits) < CLASS_LIMIT):
+        expected_text = f"a number from 0 to {CLASS_LIMIT:,}"
+        raise ValueError(f"the class of {sample_name} is {ascii(label)[:80]} instead of {expected_text}")
+    return int(label_digits)

@@ -61,9 +61,9 @@ class ShardWriter:
     def __init__(self, folder: Path, split: str, shard_count: int, seed: int):
         """Open all shards for writing. Raise ValueError if the process may not open so many files."""
         needed_files = shard_count + RESERVED_OPEN_FILES
-        if (limit := allow_open_files(needed_files)) < needed_files:
-            problem = f"{needed_files:,} open files exceed the limit of {limit:,} (ulimit -Hn)"
-            raise ValueError(f"{problem}. Pass a larger --shard_mib.")
+        if (file_limit := allow_open_files(needed_files)) < needed_files:
+            limit_problem = f"{needed_files:,} open files exceed the limit of {file_limit:,} (ulimit -Hn)"
+            raise ValueError(f"{limit_problem}. Pass a larger --shard_mib.")
         self.folder, self.split, self.image_count = folder, split, 0
         self.random_key = [seed, *split.encode()]
         self.index_rows, self.image_names = array("q"), CollectedNames()
@@ -72,28 +72,28 @@ class ShardWriter:
 
     def write(self, images: Sequence[RawImage]) -> None:
         """Queue images for writing. If an earlier write failed, raise its error."""
-        batch: list[tuple[_Shard, bytes]] = []
+        write_batch: list[tuple[_Shard, bytes]] = []
         for image in images:
-            block, index_in_block = divmod(self.image_count, IMAGES_PER_DRAW)
-            drawn_shards = _draw_shard_indices(*self.random_key, block, len(self.shards))
+            draw_block, index_in_block = divmod(self.image_count, IMAGES_PER_DRAW)
+            drawn_shards = _draw_shard_indices(*self.random_key, draw_block, len(self.shards))
             shard_index = int(drawn_shards[index_in_block])
             shard = self.shards[shard_index]
             extension = os.path.splitext(image.name)[1].lower()
             label_digits, image_bytes = b"%d" % image.label, len(image.encoded)
-            name = f"{image.key}{FIELD_EXTENSIONS.get(extension, extension)}"
-            header = tar_header(name, image_bytes)
+            file_name = f"{image.key}{FIELD_EXTENSIONS.get(extension, extension)}"
+            image_header = tar_header(file_name, image_bytes)
             label_header = tar_header(f"{image.key}.cls", len(label_digits))
             padding, label_block = bytes(-image_bytes % BLOCK_BYTES), label_digits.ljust(BLOCK_BYTES, b"\0")
-            tar_bytes = b"".join((header, image.encoded, padding, label_header, label_block))
-            image_offset = shard.queued_bytes + len(header)
+            tar_bytes = b"".join((image_header, image.encoded, padding, label_header, label_block))
+            image_offset = shard.queued_bytes + len(image_header)
             self.index_rows.extend((shard_index, image_offset, image_bytes, image.label))
-            self.image_names.add(name)
+            self.image_names.add(file_name)
             shard.queued_bytes += len(tar_bytes)
             shard.image_count += 1
             self.image_count += 1
-            batch.append((shard, tar_bytes))
+            write_batch.append((shard, tar_bytes))
         self._wait_for_writes(MAX_WAITING_BATCHES)
-        self.pending_writes.append(self.thread.submit(_append_to_shards, batch))
+        self.pending_writes.append(self.thread.submit(_append_to_shards, write_batch))
 
     def finish(self) -> dict[str, Any]:
         """Complete the shards and write the index. Return the split's manifest entry."""
@@ -110,8 +110,8 @@ class ShardWriter:
             }
             for shard in self.shards
         ]
-        rows, names = self.index_rows, self.image_names
-        index_sha256, largest_label = write_shard_index(self.folder, self.split, rows, names)
+        index_rows, image_names = self.index_rows, self.image_names
+        index_sha256, largest_label = write_shard_index(self.folder, self.split, index_rows, image_names)
         split_entry = {"images": self.image_count, "index_sha256": index_sha256, "shards": shard_entries}
         return split_entry | {"largest_label": largest_label}
 
@@ -131,27 +131,27 @@ class ShardWriter:
 
 
 class _Shard:
-    def __init__(self, path: Path):
-        self.path, self.sha256 = path, hashlib.sha256()
+    def __init__(self, shard_file: Path):
+        self.path, self.sha256 = shard_file, hashlib.sha256()
         self.queued_bytes, self.image_count = 0, 0  # changed by ShardWriter.write() only
-        self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self.fd = os.open(shard_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
 
-    def append(self, content: bytes) -> None:
-        """Append the content.
+    def append(self, tar_bytes: bytes) -> None:
+        """Append the bytes to the shard and its hash.
 
         On a full disk, a write may be incomplete, and the next write raises OSError.
         """
-        self.sha256.update(content)
+        self.sha256.update(tar_bytes)
         try:
-            while content:
-                written_bytes = os.write(self.fd, content)
-                content = content[written_bytes:]
+            while tar_bytes:
+                written_bytes = os.write(self.fd, tar_bytes)
+                tar_bytes = tar_bytes[written_bytes:]
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from None
 
 
-def _append_to_shards(batch: list[tuple[_Shard, bytes]]) -> None:
-    for shard, tar_bytes in batch:
+def _append_to_shards(write_batch: list[tuple[_Shard, bytes]]) -> None:
+    for shard, tar_bytes in write_batch:
         shard.append(tar_bytes)
 
 

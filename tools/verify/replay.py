@@ -102,9 +102,9 @@ def recorded_steps_per_epoch(run: RunRecord) -> int:
     """
     if "steps_per_epoch" in run.recipe_file:
         return run.recipe_file["steps_per_epoch"]
-    for line in run.metrics:
-        if line["step"] > 0 < line["epoch"]:
-            return max(1, round(line["step"] / line["epoch"]))
+    for metrics_line in run.metrics:
+        if metrics_line["step"] > 0 < metrics_line["epoch"]:
+            return max(1, round(metrics_line["step"] / metrics_line["epoch"]))
     raise ValueError(f"{run.folder} contains no log: {', '.join(run.problems)}")
 
 
@@ -113,14 +113,14 @@ def contradictions(run: RunRecord, checkpoint_steps: list[int]) -> list[str]:
     starts = [start for start in run.kept_starts if "steps_per_epoch" in start.settings]
     last_recipe_run = run.with_settings_of(starts[-1]) if starts else run
     result_values, steps_per_epoch = run.result_values, recorded_steps_per_epoch(last_recipe_run)
-    findings = [problem for problem in run.problems if problem.startswith(COMPARED_FILES)]
+    findings = [file_problem for file_problem in run.problems if file_problem.startswith(COMPARED_FILES)]
     if starts:
         last_start = run.starts[-1].settings
-        values_by_start_key = {key: result_values.get(key) for key in START_KEYS}
+        values_by_start_key = {start_key: result_values.get(start_key) for start_key in START_KEYS}
         findings += [
-            f"{key} in recipe.json differs from the last start in starts.jsonl"
-            for key in run.recipe_file
-            if key in last_start and run.recipe_file[key] != last_start[key]
+            f"{start_key} in recipe.json differs from the last start in starts.jsonl"
+            for start_key in run.recipe_file
+            if start_key in last_start and run.recipe_file[start_key] != last_start[start_key]
         ]
         findings += [
             f"{key} is {value} in result.json, but {last_start[key]} in the last start in starts.jsonl"
@@ -128,12 +128,12 @@ def contradictions(run: RunRecord, checkpoint_steps: list[int]) -> list[str]:
             if key in last_start and value != last_start[key]
         ]
     evaluation_keys = ["best_step", *(f"{prefix}_{name}" for prefix in ("best", "final") for name in METRICS)]
-    test_line = next((line for line in run.metrics if "test/loss" in line), {})
+    test_line = next((metrics_line for metrics_line in run.metrics if "test/loss" in metrics_line), {})
     total_steps = run.recipe.get("epochs", 1) * steps_per_epoch
     ended_by_flags = (result_values.get("stopped_by") or "--max_steps").startswith("--max_steps")
     expected_results = {
-        **{key: run.derived_values.get(key) for key in evaluation_keys},
-        **{f"test_{name}": test_line.get(f"test/{name}") for name in METRICS},
+        **{evaluation_key: run.derived_values.get(evaluation_key) for evaluation_key in evaluation_keys},
+        **{f"test_{metric_name}": test_line.get(f"test/{metric_name}") for metric_name in METRICS},
     }
     if ended_by_flags:
         planned_steps = min(total_steps, run.recipe.get("max_steps") or total_steps)
@@ -143,24 +143,24 @@ def contradictions(run: RunRecord, checkpoint_steps: list[int]) -> list[str]:
         for key, value in expected_results.items()
         if result_values.get(key) != value
     ]
-    last_step = max([*(line["step"] for line in run.metrics), *checkpoint_steps])
+    last_step = max([*(metrics_line["step"] for metrics_line in run.metrics), *checkpoint_steps])
     if last_step != result_values["steps"]:
-        end = f"the log and the checkpoints end at step {last_step:,}"
-        findings.append(f"{end}, but the run ends at {result_values['steps']:,}")
-    for line in run.metrics:
-        step = line["step"]
+        log_end = f"the log and the checkpoints end at step {last_step:,}"
+        findings.append(f"{log_end}, but the run ends at {result_values['steps']:,}")
+    for metrics_line in run.metrics:
+        step = metrics_line["step"]
         starts_at_step = [start for start in starts if start.begin_step <= step <= start.last_kept_step]
         epoch_lengths = {start.settings["steps_per_epoch"] for start in starts_at_step} or {steps_per_epoch}
-        if line["epoch"] not in [step / epoch_length for epoch_length in epoch_lengths]:
-            return [*findings, f"the log contains a wrong epoch for step {step:,}: {line['epoch']:g}"]
+        if metrics_line["epoch"] not in [step / epoch_length for epoch_length in epoch_lengths]:
+            return [*findings, f"the log contains a wrong epoch for step {step:,}: {metrics_line['epoch']:g}"]
     return findings
 
 
 def compare_results(run: RunRecord, replay: RunRecord, is_moved: bool) -> list[str]:
     """Return differences in the results on the run's page. `is_moved` is True if the data was moved."""
     excluded_keys = {*run.keys_of_later_start, *(["data"] if is_moved else [])}
-    keys = [key for key in REPEATED_KEYS if key not in excluded_keys]
-    old_and_new = {key: (run.result_values.get(key), replay.result_values.get(key)) for key in keys}
+    compared_keys = [key for key in REPEATED_KEYS if key not in excluded_keys]
+    old_and_new = {key: (run.result_values.get(key), replay.result_values.get(key)) for key in compared_keys}
     recorded, repeated = run.recipe_file | run.result_values, replay.recipe_file | replay.result_values
     # Earlier versions did not record all of these keys.
     recorded_keys = [key for key in KEYS_COMPARED_IF_RECORDED if key in recorded]
@@ -171,8 +171,8 @@ def compare_results(run: RunRecord, replay: RunRecord, is_moved: bool) -> list[s
 
 
 def _different_values(old_and_new: dict[str, tuple[Any, Any]]) -> list[str]:
-    values = old_and_new.items()
-    return [f"{name} is {old}, but {new} in the replay" for name, (old, new) in values if old != new]
+    named_values = old_and_new.items()
+    return [f"{name} is {old}, but {new} in the replay" for name, (old, new) in named_values if old != new]
 
 
 def compare_with_replay(run: RunRecord, replay: RunRecord, outcome: ReplayOutcome) -> list[str]:
@@ -214,9 +214,9 @@ def max_mean_change(metric: str, class_sizes: list[int], changed_images: int) ->
         changed_images: Number of predictions that change.
     """
     remaining_change, total_change = MAX_CLASS_METRIC_CHANGES[metric] * changed_images, 0.0
-    for size in sorted(max(1, size) for size in class_sizes):
-        total_change += min(remaining_change, size) / size
-        remaining_change -= min(remaining_change, size)
+    for class_size in sorted(max(1, class_size) for class_size in class_sizes):
+        total_change += min(remaining_change, class_size) / class_size
+        remaining_change -= min(remaining_change, class_size)
     return total_change / max(1, len(class_sizes))
 
 
@@ -229,7 +229,7 @@ def evaluated_class_sizes(replay: RunRecord, split: str) -> list[int]:
     if split == "val" and "val_images" in confusion:
         return confusion["val_images"]
     matrix_rows = confusion.get("confusion", [])
-    return [sum(counts) for counts in matrix_rows] or [1] * (MAX_CONFUSION_CLASSES + 1)
+    return [sum(image_counts) for image_counts in matrix_rows] or [1] * (MAX_CONFUSION_CLASSES + 1)
 
 
 def _first_findings(findings: Iterator[str]) -> list[str]:
@@ -244,9 +244,9 @@ def _compare_logs(run: RunRecord, replay: RunRecord, outcome: ReplayOutcome) -> 
     """Compare the values that the run and the replay logged."""
     values_of_run, values_of_replay = (_logged_values(record, outcome, run) for record in (run, replay))
     steps_per_epoch, last_step = recorded_steps_per_epoch(run), run.result_values["steps"]
-    for step, key in sorted(values_of_run.keys() | values_of_replay.keys()):
-        logged, replayed = values_of_run.get((step, key), []), values_of_replay.get((step, key), [])
-        if key.startswith("val/"):
+    for step, log_key in sorted(values_of_run.keys() | values_of_replay.keys()):
+        logged, replayed = values_of_run.get((step, log_key), []), values_of_replay.get((step, log_key), [])
+        if log_key.startswith("val/"):
             # The run and the replay are also evaluated at their last step. A resumed run has several last
             # steps.
             is_due = outcome.interval.is_evaluation or step % steps_per_epoch == 0 or step == last_step
@@ -256,23 +256,25 @@ def _compare_logs(run: RunRecord, replay: RunRecord, outcome: ReplayOutcome) -> 
             outcome.evaluated_steps.add(step)
         if len(logged) != len(replayed):
             logged_times, replayed_times = plural(len(logged), "time"), plural(len(replayed), "time")
-            counts = f"{logged_times} in the log, but {replayed_times} in the replay"
-            yield f"{key} of step {step:,} appears {counts}"
+            counts_text = f"{logged_times} in the log, but {replayed_times} in the replay"
+            yield f"{log_key} of step {step:,} appears {counts_text}"
             continue
-        quantity = key.rpartition("/")[2]
+        quantity = log_key.rpartition("/")[2]
         for logged_value, replayed_value in zip(logged, replayed, strict=True):
-            finding = f"{key} of step {step:,} is {logged_value:.6g}, but {replayed_value:.6g} in the replay"
+            finding = (
+                f"{log_key} of step {step:,} is {logged_value:.6g}, but {replayed_value:.6g} in the replay"
+            )
             difference = abs(replayed_value - logged_value)
             outcome.add_difference(quantity, difference)
             if outcome.is_exact or quantity in EXACT_KEY_ENDINGS:
                 if difference:
                     yield f"{finding}, a difference of {difference:.1e}"
             elif outcome.interval.is_evaluation:
-                yield from _compare_evaluation(finding, key, difference, replayed_value, replay)
+                yield from _compare_evaluation(finding, log_key, difference, replayed_value, replay)
 
 
 def _compare_evaluation(
-    finding: str, key: str, difference: float, replayed_value: float, replay: RunRecord
+    finding: str, log_key: str, difference: float, replayed_value: float, replay: RunRecord
 ) -> Iterator[str]:
     """Compare a metric in two evaluations of the same weights.
 
@@ -280,29 +282,29 @@ def _compare_evaluation(
 
     Args:
         finding: The finding's text, with both values.
-        key: Key in metrics.jsonl.
+        log_key: Key in metrics.jsonl.
         difference: Absolute difference between the two values.
         replayed_value: Value in the replay.
         replay: The replay's record.
     """
-    precision, (split, _, name) = replay.result_values["mixed_precision"], key.partition("/")
-    metric_name = name.removeprefix("raw_")
+    precision, (split, _, logged_name) = replay.result_values["mixed_precision"], log_key.partition("/")
+    metric_name = logged_name.removeprefix("raw_")
     metric = METRICS.get(metric_name)
     if metric is None:
         return
     if metric.by_class:
         if metric is METRICS.get(replay.result_values.get("best_by", "")):
-            changed_images = max_changed_images(replay.result_values[f"{split}_images"], precision)
-            max_change = max_mean_change(metric_name, evaluated_class_sizes(replay, split), changed_images)
+            changed_count = max_changed_images(replay.result_values[f"{split}_images"], precision)
+            max_change = max_mean_change(metric_name, evaluated_class_sizes(replay, split), changed_count)
             if difference > max_change:
                 yield f"{finding}. A repeated evaluation changes the metric by at most {max_change:.4f}"
     elif metric.is_share:
         image_count = replay.result_values[f"{split}_images"]
-        changed_images = round(difference * image_count)
-        max_changed = max_changed_images(image_count, precision)
-        if changed_images > max_changed:
-            differ = f"The difference is {plural(changed_images, 'image')} of {image_count:,}"
-            yield f"{finding}. {differ}, but a repeated evaluation changes at most {max_changed:,}"
+        changed_count = round(difference * image_count)
+        max_count = max_changed_images(image_count, precision)
+        if changed_count > max_count:
+            difference_text = f"The difference is {plural(changed_count, 'image')} of {image_count:,}"
+            yield f"{finding}. {difference_text}, but a repeated evaluation changes at most {max_count:,}"
     elif difference > MAX_LOSS_CHANGE[precision] * replayed_value:
         max_change = MAX_LOSS_CHANGE[precision]
         yield f"{finding}. A repeated evaluation changes the loss by at most {max_change:.1%}"
@@ -317,17 +319,17 @@ def _logged_values(record: RunRecord, outcome: ReplayOutcome, run: RunRecord) ->
     interval, last_step = outcome.interval, run.result_values["steps"]
     has_test = interval.is_evaluation and interval.start == run.result_values.get("best_step", last_step)
     logged_values: LoggedValues = defaultdict(list)
-    for line in record.metrics:
-        step = line["step"]
-        for key in line.keys() - KEYS_NOT_REPLAYED:
-            if key.startswith("test/"):
+    for metrics_line in record.metrics:
+        step = metrics_line["step"]
+        for log_key in metrics_line.keys() - KEYS_NOT_REPLAYED:
+            if log_key.startswith("test/"):
                 if has_test:
-                    logged_values[interval.start, key].append(line[key])
-            elif key.startswith("val/"):
+                    logged_values[interval.start, log_key].append(metrics_line[log_key])
+            elif log_key.startswith("val/"):
                 if interval.start <= step <= interval.end:
-                    logged_values[step, key].append(line[key])
+                    logged_values[step, log_key].append(metrics_line[log_key])
             elif interval.start < step <= interval.end:
-                logged_values[step, key].append(line[key])
+                logged_values[step, log_key].append(metrics_line[log_key])
     for step in interval.checkpoint_steps:
         saved_state = read_json(_checkpoint_folder(record, step) / STATE_FILE)
         losses = saved_state["losses"]
@@ -353,20 +355,22 @@ def _compare_checkpoint(
     records, checkpoint_name = (run, replay), step_name(step)
     run_manifest, replay_manifest = (_read_manifest(record, step) for record in records)
     saved_states = (read_json(_checkpoint_folder(record, step) / STATE_FILE) for record in records)
-    run_optimizer_state, replay_optimizer_state = (state.get("optimizer") for state in saved_states)
-    classes = [manifest.get("classes", []) for manifest in (run_manifest, replay_manifest)]
-    if not (class_match := match_classes(*classes)).is_identity:
+    run_optimizer_state, replay_optimizer_state = (
+        saved_state.get("optimizer") for saved_state in saved_states
+    )
+    class_lists = [manifest.get("classes", []) for manifest in (run_manifest, replay_manifest)]
+    if not (class_match := match_classes(*class_lists)).is_identity:
         order = " (the same classes in a different order)" if class_match.is_permutation else ""
-        run_classes, replay_classes = map(some_of, classes)
+        run_classes, replay_classes = map(some_of, class_lists)
         yield f"the classes in {checkpoint_name} are {run_classes}, but {replay_classes} in the replay{order}"
         return  # the two heads' rows belong to different classes
     compared_values = {
         "optimizer": (run_manifest.get("optimizer"), replay_manifest.get("optimizer")),
         "the optimizer state in state.json": (run_optimizer_state, replay_optimizer_state),
     }
-    for name, (run_value, replay_value) in compared_values.items():
+    for value_name, (run_value, replay_value) in compared_values.items():
         if run_value != replay_value:
-            yield f"{name} in {checkpoint_name} is {run_value}, but {replay_value} in the replay"
+            yield f"{value_name} in {checkpoint_name} is {run_value}, but {replay_value} in the replay"
     if run_manifest["files"].keys() != replay_manifest["files"].keys():
         run_files, replay_files = ", ".join(run_manifest["files"]), ", ".join(replay_manifest["files"])
         yield f"{checkpoint_name} contains {run_files}, but {replay_files} in the replay"
@@ -374,13 +378,13 @@ def _compare_checkpoint(
     for file_name in (name for name in replay_manifest["files"] if name.endswith(".safetensors")):
         subject = f"{checkpoint_name}/{file_name}"
         quantity = "optimizer's state" if file_name == OPTIMIZER_FILE else "weights"
-        paths = [_checkpoint_folder(record, step) / file_name for record in records]
-        run_file, replay_file = map(checkpoints.TensorFile, paths)
-        if run_file.specs() != replay_file.specs():
+        tensor_paths = [_checkpoint_folder(record, step) / file_name for record in records]
+        run_tensor_file, replay_tensor_file = map(checkpoints.TensorFile, tensor_paths)
+        if run_tensor_file.specs() != replay_tensor_file.specs():
             yield f"the tensors in {subject} differ from the replay's tensors in name, shape or dtype"
             continue
-        for tensor_name in replay_file.shapes():
-            tensors = (file.read_tensor(tensor_name) for file in (run_file, replay_file))
+        for tensor_name in replay_tensor_file.shapes():
+            tensors = (file.read_tensor(tensor_name) for file in (run_tensor_file, replay_tensor_file))
             run_tensor, replay_tensor = (tensor.double() for tensor in tensors)
             if not run_tensor.isfinite().all():
                 yield f"{tensor_name} in {subject} is not finite"

@@ -76,11 +76,11 @@ class Verification:
         self.flags, self.folder = flags, flags.run
         self.hash_by_file = hash_compared_files(flags.run)
         self.record = record = RunRecord(flags.run)
-        status, settings = record.result_values["status"], record.recipe_file
-        if status != "finished":
+        run_status, recipe_settings = record.result_values["status"], record.recipe_file
+        if run_status != "finished":
             remedy = "Repeat the training command to finish the run."
-            raise ValueError(f"{flags.run} is not finished ({status}). {remedy}")
-        self.script = flags.script or project_script(settings.get("script"))
+            raise ValueError(f"{flags.run} is not finished ({run_status}). {remedy}")
+        self.script = flags.script or project_script(recipe_settings.get("script"))
         self.recipe_type = recipe_class(load_script(self.script))
         self.recipe, self.steps_per_epoch = record.recipe, replay.recorded_steps_per_epoch(record)
         if not self.recipe:
@@ -90,7 +90,7 @@ class Verification:
         self.headline_steps = sorted({self.last_step, record.result_values.get("best_step", self.last_step)})
         self.checkpoints_folder = flags.run / "checkpoints"
         self.checkpoint_steps = sorted(steps_in(self.checkpoints_folder))
-        initial_checkpoint = self._checkpoint_by_first_step(settings.get("resumed_from"))
+        initial_checkpoint = self._checkpoint_by_first_step(recipe_settings.get("resumed_from"))
         self.start_checkpoints = initial_checkpoint | {
             step: self.checkpoints_folder / step_name(step) for step in self.checkpoint_steps
         }
@@ -105,15 +105,15 @@ class Verification:
 
     def _split_into_step_ranges(self) -> list["StepRange"]:
         """Split the run into ranges of steps trained with the same settings."""
-        ranges: list[StepRange] = []
+        step_ranges: list[StepRange] = []
         for start in self.record.kept_starts:
-            record = self.record.with_settings_of(start)
-            if not ranges:
-                ranges = [StepRange(0, self.last_step, record)]
-            elif self._training_settings(record) != self._training_settings(ranges[-1].record):
-                ranges[-1] = replace(ranges[-1], last_step=start.begin_step)
-                ranges.append(StepRange(start.begin_step, self.last_step, record))
-        return ranges or [StepRange(0, self.last_step, self.record)]
+            start_record = self.record.with_settings_of(start)
+            if not step_ranges:
+                step_ranges = [StepRange(0, self.last_step, start_record)]
+            elif self._training_settings(start_record) != self._training_settings(step_ranges[-1].record):
+                step_ranges[-1] = replace(step_ranges[-1], last_step=start.begin_step)
+                step_ranges.append(StepRange(start.begin_step, self.last_step, start_record))
+        return step_ranges or [StepRange(0, self.last_step, self.record)]
 
     def _flags_copied_to_replay(self) -> list[str]:
         """Return the names of flags whose values a replay copies from the run."""
@@ -122,9 +122,9 @@ class Verification:
     def _training_settings(self, record: RunRecord) -> list[Any]:
         """Return the settings that a replay copies from the run or that bitwise equality depends on."""
         flag_values = (record.recipe.get(flag) for flag in self._flags_copied_to_replay())
-        results = (record.result_values.get(key) for key in replay.RESULTS_FOR_BITWISE)
-        settings = (record.recipe_file.get(key) for key in ("source", *replay.SETTINGS_FOR_BITWISE))
-        return [*flag_values, *results, *settings]
+        result_values = (record.result_values.get(result_key) for result_key in replay.RESULTS_FOR_BITWISE)
+        recipe_settings = (record.recipe_file.get(key) for key in ("source", *replay.SETTINGS_FOR_BITWISE))
+        return [*flag_values, *result_values, *recipe_settings]
 
     def _range_with_step(self, step: int) -> "StepRange":
         """Return the run's part that contains a step."""
@@ -146,19 +146,21 @@ class Verification:
 
     def recipe_changes(self) -> Iterator[str]:
         """Yield recipe changes between parts, for example `step 100: lr was 0.003, now 0.001`."""
-        for previous, current in pairwise(self.step_ranges):
-            flags = flags_where(self.recipe_type, "part_of_recipe")
-            old_recipe, new_recipe = previous.record.recipe, current.record.recipe
-            changes = [
+        for previous_range, current_range in pairwise(self.step_ranges):
+            recipe_flags = flags_where(self.recipe_type, "part_of_recipe")
+            old_recipe, new_recipe = previous_range.record.recipe, current_range.record.recipe
+            change_texts = [
                 f"{flag} was {flag_text(old_recipe.get(flag))}, now {flag_text(new_recipe.get(flag))}"
-                for flag in flags
+                for flag in recipe_flags
                 if old_recipe.get(flag) != new_recipe.get(flag)
             ]
-            old_source, new_source = (part.record.recipe_file.get("source") for part in (previous, current))
+            old_source, new_source = (
+                step_range.record.recipe_file.get("source") for step_range in (previous_range, current_range)
+            )
             if old_source != new_source:
-                changes.append(f"the content of the data was {old_source}, now {new_source}")
-            if changes:
-                yield f"step {current.begin_step:,}: {'; '.join(changes)}"
+                change_texts.append(f"the content of the data was {old_source}, now {new_source}")
+            if change_texts:
+                yield f"step {current_range.begin_step:,}: {'; '.join(change_texts)}"
 
     def _checkpoint_by_first_step(self, resumed_from: str | None) -> dict[int, Path | None]:
         """Map the run's first step to the checkpoint from which it resumed, or to None for fresh weights.
@@ -167,20 +169,20 @@ class Verification:
         """
         if resumed_from is None:
             return {0: None}
-        source, first_logged_step = Path(resumed_from).resolve(), self.record.metrics[0]["step"]
-        if (step := step_from_name(source.name)) is not None:
-            return {step: source} if source.is_dir() else {}
-        for checkpoints_folder in (source / "checkpoints", source):
-            steps = [step for step in steps_in(checkpoints_folder) if step <= first_logged_step]
-            if steps:
-                return {steps[0]: checkpoints_folder / step_name(steps[0])}
+        resumed_path, first_logged_step = Path(resumed_from).resolve(), self.record.metrics[0]["step"]
+        if (step := step_from_name(resumed_path.name)) is not None:
+            return {step: resumed_path} if resumed_path.is_dir() else {}
+        for checkpoints_folder in (resumed_path / "checkpoints", resumed_path):
+            saved_steps = [step for step in steps_in(checkpoints_folder) if step <= first_logged_step]
+            if saved_steps:
+                return {saved_steps[0]: checkpoints_folder / step_name(saved_steps[0])}
         return {}
 
     def _check_device_type(self, record: RunRecord) -> None:
         device, *_ = record.recipe_file.get("devices") or [""]
         run_device_type = "cpu" if device.startswith("CPU") else "cuda"
-        flags = flags_where(self.recipe_type, "drawn_on_device")
-        used_flags = [flag for flag in flags if record.recipe.get(flag)]
+        device_flags = flags_where(self.recipe_type, "drawn_on_device")
+        used_flags = [flag for flag in device_flags if record.recipe.get(flag)]
         if used_flags and run_device_type != self.device_type:
             raise ValueError(
                 f"--{used_flags[0]} used random numbers from {printable(device)}, which this device does not"
@@ -193,31 +195,31 @@ class Verification:
         Each interval ends at the step of a log line.
         """
         intervals: list[Interval] = []
-        for start in sorted(self.start_checkpoints):
-            if start >= self.last_step or (intervals and start < intervals[-1].end):
+        for start_step in sorted(self.start_checkpoints):
+            if start_step >= self.last_step or (intervals and start_step < intervals[-1].end):
                 continue
-            step_range = self._range_with_step(start + 1)
+            step_range = self._range_with_step(start_step + 1)
             log_every = step_range.record.recipe.get("log_every", 50)
             steps_per_epoch = replay.recorded_steps_per_epoch(step_range.record)
-            steps = range(start + 1, step_range.last_step + 1)
+            steps = range(start_step + 1, step_range.last_step + 1)
             logged_steps = [step for step in steps if not step % log_every or not step % steps_per_epoch]
             logged_steps += [self.last_step] if step_range.last_step == self.last_step else []
             if not logged_steps:  # the recipe changed before the next log line
                 continue
-            min_end = start + self.flags.steps
-            end = next((step for step in logged_steps if step >= min_end), logged_steps[-1])
-            saved_steps = tuple(step for step in self.checkpoint_steps if start < step <= end)
-            intervals.append(Interval(start, end, saved_steps))
+            min_end_step = start_step + self.flags.steps
+            end_step = next((step for step in logged_steps if step >= min_end_step), logged_steps[-1])
+            saved_steps = tuple(step for step in self.checkpoint_steps if start_step < step <= end_step)
+            intervals.append(Interval(start_step, end_step, saved_steps))
         return intervals
 
     def _sample_intervals(self, intervals: list[Interval]) -> list[Interval]:
         if self.flags.sample is None or self.flags.sample >= len(intervals):
             return intervals
         seed = random.randrange(2**32) if self.flags.seed is None else self.flags.seed
-        selection = f"{self.flags.sample} of {len(intervals)} intervals"
-        print(f"Replaying {selection}, chosen with --seed {seed}", flush=True)
-        sampled = random.Random(seed).sample(intervals, self.flags.sample)
-        return sorted(sampled, key=lambda interval: interval.start)
+        selection_text = f"{self.flags.sample} of {len(intervals)} intervals"
+        print(f"Replaying {selection_text}, chosen with --seed {seed}", flush=True)
+        sampled_intervals = random.Random(seed).sample(intervals, self.flags.sample)
+        return sorted(sampled_intervals, key=lambda interval: interval.start)
 
     def _evaluation_intervals(self) -> list[Interval]:
         """Return the evaluations to repeat, as intervals.
@@ -226,10 +228,10 @@ class Verification:
         checkpoints within an epoch are also evaluated, because a replay evaluates only at the end of an
         epoch.
         """
-        evaluated_steps = {line["step"] for line in self.record.evaluations}
+        evaluated_steps = {evaluation["step"] for evaluation in self.record.evaluations}
         steps_within_epoch = {step for step in evaluated_steps if step % self.steps_per_epoch}
-        steps = {*self.headline_steps, *(steps_within_epoch & {*self.checkpoint_steps})}
-        return [Interval(step, step) for step in sorted(steps) if step in self.start_checkpoints]
+        interval_steps = {*self.headline_steps, *(steps_within_epoch & {*self.checkpoint_steps})}
+        return [Interval(step, step) for step in sorted(interval_steps) if step in self.start_checkpoints]
 
     # --- One interval
 
@@ -257,149 +259,151 @@ class Verification:
             yield f"the checkpoint of step {step:,}: {error}"
             return
         trained_recipe = without_removed_flags(manifest.get("recipe", {}))
-        recipe = self._range_with_step(step).record.recipe
-        changed_flags = [flag for flag in trained_recipe if trained_recipe[flag] != recipe.get(flag)]
-        changes = [f"{flag} {trained_recipe[flag]}, not {recipe.get(flag)}" for flag in changed_flags]
+        run_recipe = self._range_with_step(step).record.recipe
+        changed_flags = [flag for flag in trained_recipe if trained_recipe[flag] != run_recipe.get(flag)]
+        changes = [f"{flag} {trained_recipe[flag]}, not {run_recipe.get(flag)}" for flag in changed_flags]
         if changes:
             yield f"the checkpoint of step {step:,} was trained with {', '.join(changes)}"
 
     def _replay_and_compare(self, outcome: ReplayOutcome, scratch: Path) -> None:
-        run = self._range_for_replay(outcome.interval).record
-        replayed_run = RunRecord(self._train_interval(outcome.interval, run, scratch / "replay"))
+        recorded_run = self._range_for_replay(outcome.interval).record
+        replayed_run = RunRecord(self._train_interval(outcome.interval, recorded_run, scratch / "replay"))
         outcome.is_replayed = True
-        outcome.reasons_not_exact = replay.why_not_exact(run, replayed_run)
+        outcome.reasons_not_exact = replay.why_not_exact(recorded_run, replayed_run)
         outcome.is_exact = not outcome.reasons_not_exact
-        outcome.findings += replay.compare_results(run, replayed_run, is_moved=bool(self.flags.data))
-        outcome.findings += replay.compare_with_replay(run, replayed_run, outcome)
+        outcome.findings += replay.compare_results(recorded_run, replayed_run, is_moved=bool(self.flags.data))
+        outcome.findings += replay.compare_with_replay(recorded_run, replayed_run, outcome)
 
-    def _train_interval(self, interval: Interval, run: RunRecord, folder: Path) -> Path:
+    def _train_interval(self, interval: Interval, run: RunRecord, output_folder: Path) -> Path:
         """Run the train script and return the new run folder.
 
         If the script fails, raise ValueError with a reason.
         """
         checkpoint_every = math.gcd(*interval.checkpoint_steps) or 10**9
-        launcher = ["-m", "accelerate.commands.launch", "--config_file", self.flags.config_file]
-        command = [sys.executable, *(launcher if self.flags.config_file else ()), self.script]
-        command += ["--config", self._write_replay_config(run, folder)]
-        command += ["--output_dir", folder, "--max_steps", interval.end, "--trackers", "none"]
-        command += ["--checkpoint_every", checkpoint_every, "--keep_every", checkpoint_every]
-        command += ["--telemetry_s", "0"]
-        command += ["--mixed_precision", run.recipe_file.get("mixed_precision", "no")]
-        if checkpoint := self.start_checkpoints[interval.start]:
-            command += ["--resume", checkpoint]
+        launcher_words = ["-m", "accelerate.commands.launch", "--config_file", self.flags.config_file]
+        replay_command = [sys.executable, *(launcher_words if self.flags.config_file else ()), self.script]
+        replay_command += ["--config", self._write_replay_config(run, output_folder)]
+        replay_command += ["--output_dir", output_folder, "--max_steps", interval.end, "--trackers", "none"]
+        replay_command += ["--checkpoint_every", checkpoint_every, "--keep_every", checkpoint_every]
+        replay_command += ["--telemetry_s", "0"]
+        replay_command += ["--mixed_precision", run.recipe_file.get("mixed_precision", "no")]
+        if start_checkpoint := self.start_checkpoints[interval.start]:
+            replay_command += ["--resume", start_checkpoint]
         if self.flags.cache_dir:
-            command += ["--cache_dir", self.flags.cache_dir]
-        threads = str(run.recipe_file.get("threads", 1))
-        env = {"OMP_NUM_THREADS": threads} if run.recipe.get("deterministic") else {}
-        status, output = run_replay([str(word) for word in command], env)
-        if status:
-            output_lines = output.splitlines() or ["no output"]
+            replay_command += ["--cache_dir", self.flags.cache_dir]
+        thread_count = str(run.recipe_file.get("threads", 1))
+        replay_env = {"OMP_NUM_THREADS": thread_count} if run.recipe.get("deterministic") else {}
+        exit_status, replay_output = run_replay([str(word) for word in replay_command], replay_env)
+        if exit_status:
+            output_lines = replay_output.splitlines() or ["no output"]
             print("\n".join(output_lines[-PRINTED_OUTPUT_LINES:]), file=sys.stderr)
-            error_lines = (line for line in reversed(output_lines) if "error" in line)
+            error_lines = (output_line for output_line in reversed(output_lines) if "error" in output_line)
             raise ValueError(next(error_lines, output_lines[-1]))
-        return folder
+        return output_folder
 
-    def _write_replay_config(self, run: RunRecord, folder: Path) -> Path:
+    def _write_replay_config(self, run: RunRecord, replay_folder: Path) -> Path:
         """Write a --config file with the run's recipe and all other settings that affect the results."""
-        flags = self._flags_copied_to_replay()
-        config = {flag: run.recipe[flag] for flag in flags if run.recipe.get(flag) is not None}
-        micro_batch = self.flags.per_device_batch_size or run.result_values.get("per_device_batch_size")
-        preprocessing_flags = [flag for flag in CROP_FLAGS if flag in flags]
+        copied_flags = self._flags_copied_to_replay()
+        replay_config = {flag: run.recipe[flag] for flag in copied_flags if run.recipe.get(flag) is not None}
+        micro_batch_size = self.flags.per_device_batch_size or run.result_values.get("per_device_batch_size")
+        preprocessing_flags = [flag for flag in CROP_FLAGS if flag in copied_flags]
         # Earlier versions did not record the preprocessing.
         preprocessing = run.recipe_file.get("preprocessing", {"interpolation": LEGACY})
-        config |= {flag: preprocessing[flag] for flag in preprocessing_flags if flag in preprocessing}
+        replay_config |= {flag: preprocessing[flag] for flag in preprocessing_flags if flag in preprocessing}
         changed_flags = [*run.recipe.get("allow_changed", []), "data", *preprocessing_flags]
-        config |= {"per_device_batch_size": micro_batch, "allow_changed": changed_flags}
-        config |= {"data": self.flags.data} if self.flags.data else {}
-        config_file = folder.with_suffix(".json")
-        config_file.write_text(json.dumps(config))
+        replay_config |= {"per_device_batch_size": micro_batch_size, "allow_changed": changed_flags}
+        replay_config |= {"data": self.flags.data} if self.flags.data else {}
+        config_file = replay_folder.with_suffix(".json")
+        config_file.write_text(json.dumps(replay_config))
         return config_file
 
     # --- Output
 
     def describe_outcome(self, outcome: ReplayOutcome) -> str:
         """Describe an interval's outcome, with one line per finding."""
-        interval, findings = f"{outcome.interval} of {self.last_step:,}", outcome.findings
+        interval_text, findings = f"{outcome.interval} of {self.last_step:,}", outcome.findings
         if outcome.is_exact and not findings:
-            return f"{interval}: bitwise identical. The log, data, recipe and weights match the page"
-        differences = ", ".join(f"{name} {value:.1e}" for name, value in outcome.max_differences.items())
-        lines = [*findings, *([f"largest differences: {differences}"] if differences else [])]
-        return "\n".join(f"{interval}: {line}" for line in lines)
+            return f"{interval_text}: bitwise identical. The log, data, recipe and weights match the page"
+        differences = ", ".join(
+            f"{quantity} {difference:.1e}" for quantity, difference in outcome.max_differences.items()
+        )
+        outcome_lines = [*findings, *([f"largest differences: {differences}"] if differences else [])]
+        return "\n".join(f"{interval_text}: {outcome_line}" for outcome_line in outcome_lines)
 
     def print_verdict(self, contradictions: list[str], outcomes: list[ReplayOutcome]) -> int:
         """Print the coverage, append the outcome to verified.json, and return the exit status."""
-        replayed = [outcome for outcome in outcomes if outcome.is_replayed]
-        replayed_steps = sum(outcome.interval.end - outcome.interval.start for outcome in replayed)
-        compared_checkpoints = {step for outcome in replayed for step in outcome.interval.checkpoint_steps}
-        is_exact = bool(replayed) and all(outcome.is_exact for outcome in replayed)
-        verification = BIT_FOR_BIT if is_exact else EVALUATED_AGAIN
-        missing_evaluations = self._missing_headline_evaluations(replayed)
-        missing = [*missing_evaluations, *self._unexplained_evaluations(replayed)]
-        print("".join(f"{finding}\n" for finding in missing), end="")
-        findings = [*contradictions, *missing]
+        replays = [outcome for outcome in outcomes if outcome.is_replayed]
+        replayed_steps = sum(outcome.interval.end - outcome.interval.start for outcome in replays)
+        compared_checkpoints = {step for outcome in replays for step in outcome.interval.checkpoint_steps}
+        is_exact = bool(replays) and all(outcome.is_exact for outcome in replays)
+        verification_type = BIT_FOR_BIT if is_exact else EVALUATED_AGAIN
+        missing_evaluations = self._missing_headline_evaluations(replays)
+        evaluation_findings = [*missing_evaluations, *self._unexplained_evaluations(replays)]
+        print("".join(f"{finding}\n" for finding in evaluation_findings), end="")
+        findings = [*contradictions, *evaluation_findings]
         findings += [f"{outcome.interval}: {finding}" for outcome in outcomes for finding in outcome.findings]
         run_steps = max(1, self.last_step - self.first_step)
-        coverage = f"{replayed_steps:,} of {run_steps:,} steps ({replayed_steps / run_steps:.1%})"
-        coverage += f" and {len(compared_checkpoints)} of {len(self.checkpoint_steps)} checkpoints"
-        no_difference = f"no difference. {VERIFICATION_MEANING[verification]}"
+        coverage_text = f"{replayed_steps:,} of {run_steps:,} steps ({replayed_steps / run_steps:.1%})"
+        coverage_text += f" and {len(compared_checkpoints)} of {len(self.checkpoint_steps)} checkpoints"
+        no_difference = f"no difference. {VERIFICATION_MEANING[verification_type]}"
         verdict = plural(len(findings), "difference") if findings else no_difference
-        print(f"{coverage} replayed, {verification}: {verdict}")
-        unverified_parts = self._unverified_parts(replayed, compared_checkpoints)
-        not_verified = [f"{run_steps - replayed_steps:,} steps", *NEVER_VERIFIED, *unverified_parts]
-        print(f"not verified: {'; '.join(not_verified)}")
+        print(f"{coverage_text} replayed, {verification_type}: {verdict}")
+        unverified_parts = self._unverified_parts(replays, compared_checkpoints)
+        unverified_items = [f"{run_steps - replayed_steps:,} steps", *NEVER_VERIFIED, *unverified_parts]
+        print(f"not verified: {'; '.join(unverified_items)}")
         recipe_changes = list(self.recipe_changes())
-        print("".join(f"the recipe changed at {change}\n" for change in recipe_changes), end="")
-        git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+        print("".join(f"the recipe changed at {recipe_change}\n" for recipe_change in recipe_changes), end="")
+        git_command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(git_command, capture_output=True, text=True, check=False).stdout.strip()
         largest_differences: dict[str, float] = {}  # by quantity, in all trained intervals
-        for outcome in replayed:
+        for outcome in replays:
             if outcome.interval.is_evaluation:
                 continue
             for quantity, difference in outcome.max_differences.items():
                 largest_differences[quantity] = max(largest_differences.get(quantity, 0.0), difference)
-        stamp: ReplayRecord = {
+        replay_record: ReplayRecord = {
             "date": time.strftime("%Y-%m-%d"),
             "commit": commit or None,
-            "kind": verification,
+            "kind": verification_type,
             "device": self.device_type,
             "config": self.flags.config_file.stem if self.flags.config_file else "one process",
             "mixed_precision": ", ".join(dict.fromkeys(self._mixed_precisions())),
             "recipe_changes": recipe_changes,
             "steps": replayed_steps,
             "of_steps": run_steps,
-            "intervals": [str(outcome.interval) for outcome in replayed],
+            "intervals": [str(outcome.interval) for outcome in replays],
             "checkpoints": [step_name(step) for step in sorted(compared_checkpoints)],
             "differences": largest_differences,
             "findings": findings,
-            "not_verified": not_verified,
+            "not_verified": unverified_items,
             "files": self.hash_by_file,
         }
         verified_file = self.folder / VERIFIED_FILE
-        write_json(verified_file, {"stamps": [*self.record.verifications, stamp]})
+        write_json(verified_file, {"stamps": [*self.record.verifications, replay_record]})
         print(
             f"Wrote {shortest(verified_file)}. To update the run's page, run:"
             f" python logbook.py add {shortest(self.folder)}"
         )
         return 1 if findings else 0
 
-    def _missing_headline_evaluations(self, replayed: list[ReplayOutcome]) -> Iterator[str]:
+    def _missing_headline_evaluations(self, replays: list[ReplayOutcome]) -> Iterator[str]:
         """Yield headline evaluations that no replay repeated, for example because a checkpoint is missing."""
-        evaluated_steps = {outcome.interval.start for outcome in replayed if outcome.interval.is_evaluation}
+        evaluated_steps = {outcome.interval.start for outcome in replays if outcome.interval.is_evaluation}
         for step in sorted({*self.headline_steps} - evaluated_steps):
             yield f"the evaluation at step {step:,}, which the headline reports, could not be repeated"
 
-    def _steps_without_repeated_evaluation(self, replayed: list[ReplayOutcome]) -> set[int]:
+    def _steps_without_repeated_evaluation(self, replays: list[ReplayOutcome]) -> set[int]:
         """Return steps in replayed intervals whose logged evaluation no replay repeated."""
-        not_repeated_steps = {step for outcome in replayed for step in outcome.not_repeated_steps}
-        return not_repeated_steps - {step for outcome in replayed for step in outcome.evaluated_steps}
+        not_repeated_steps = {step for outcome in replays for step in outcome.not_repeated_steps}
+        return not_repeated_steps - {step for outcome in replays for step in outcome.evaluated_steps}
 
-    def _unexplained_evaluations(self, replayed: list[ReplayOutcome]) -> Iterator[str]:
+    def _unexplained_evaluations(self, replays: list[ReplayOutcome]) -> Iterator[str]:
         """Yield logged evaluations at steps at which neither an epoch nor a start (--max_steps) ended."""
         kept_starts = self.record.kept_starts
         if kept_starts and all(start.is_recorded for start in kept_starts):
             start_recipes = [start.settings.get("recipe", {}) for start in self.record.starts]
             ends_of_starts = {recipe.get("max_steps") for recipe in start_recipes}
-            for step in sorted(self._steps_without_repeated_evaluation(replayed) - ends_of_starts):
+            for step in sorted(self._steps_without_repeated_evaluation(replays) - ends_of_starts):
                 reason = "but neither an epoch nor a start ended at this step"
                 yield f"the log contains an evaluation at step {step:,}, {reason}"
 
@@ -407,35 +411,35 @@ class Verification:
         records = (step_range.record for step_range in self.step_ranges)
         return (record.recipe_file.get("mixed_precision", "no") for record in records)
 
-    def _unverified_parts(self, replayed: list[ReplayOutcome], compared_checkpoints: set[int]) -> list[str]:
+    def _unverified_parts(self, replays: list[ReplayOutcome], compared_checkpoints: set[int]) -> list[str]:
         """Return the parts of the run that a replay could have verified but did not."""
-        unverified = []
-        if steps := sorted(self._steps_without_repeated_evaluation(replayed)):
-            unverified.append(
-                f"evaluations within an epoch, at steps without a checkpoint ({some_of(steps)})"
+        unverified_parts = []
+        if unrepeated_steps := sorted(self._steps_without_repeated_evaluation(replays)):
+            unverified_parts.append(
+                f"evaluations within an epoch, at steps without a checkpoint ({some_of(unrepeated_steps)})"
             )
-        if reasons := dict.fromkeys(reason for outcome in replayed for reason in outcome.reasons_not_exact):
-            unverified.append(f"bitwise equality ({some_of(list(reasons))})")
+        if reasons := dict.fromkeys(reason for outcome in replays for reason in outcome.reasons_not_exact):
+            unverified_parts.append(f"bitwise equality ({some_of(list(reasons))})")
 
             best_by = METRICS.get(self.recipe.get("best_by", ""))
             unverified_metrics = [
                 metric.title for metric in METRICS.values() if metric.by_class and metric is not best_by
             ]
-            unverified += ["whether these steps produced the weights", "precision", *unverified_metrics]
+            unverified_parts += ["whether these steps produced the weights", "precision", *unverified_metrics]
         if other_checkpoints := sorted({*self.checkpoint_steps} - compared_checkpoints):
-            unverified.append(f"weights in the checkpoints at steps {some_of(other_checkpoints)}")
+            unverified_parts.append(f"weights in the checkpoints at steps {some_of(other_checkpoints)}")
         if resumed_from := self.record.recipe_file.get("resumed_from"):
-            unverified.append(f"the training before {resumed_from}, which the run resumed")
-        unknown_flags = self.recipe.keys() - {field.name for field in fields(self.recipe_type)}
+            unverified_parts.append(f"the training before {resumed_from}, which the run resumed")
+        unknown_flags = self.recipe.keys() - {recipe_field.name for recipe_field in fields(self.recipe_type)}
         if unknown_flags:
-            flags = some_of(sorted(unknown_flags))
-            unverified.append(f"flags that {self.script.name} does not define: {flags}")
-        return unverified
+            flags_text = some_of(sorted(unknown_flags))
+            unverified_parts.append(f"flags that {self.script.name} does not define: {flags_text}")
+        return unverified_parts
 
 
 def run_replay(command: list[str], env: dict[str, str]) -> tuple[int, str]:
     """Run a replay with additional environment variables. Return the exit status and the replay's output."""
-    process = subprocess.run(
+    replay_process = subprocess.run(
         command,
         env=os.environ | env,
         stdin=subprocess.DEVNULL,
@@ -444,4 +448,4 @@ def run_replay(command: list[str], env: dict[str, str]) -> tuple[int, str]:
         text=True,
         errors="replace",
     )
-    return process.returncode, process.stdout
+    return replay_process.returncode, replay_process.stdout
