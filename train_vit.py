@@ -36,13 +36,13 @@ class Vit(ImageRecipe):
     model: str = flag("vit_base_patch32_224", "Name of a timm model.", decides_defaults=True, in_names=2)
     pretrained: bool = flag(
         False,
-        "Start from the model's pretrained weights on the hub.",
+        "Start from the model's pretrained weights on the Hub.",
         initial_weights=True,
         training_only=True,
     )
     weights: str | None = flag(
         None,
-        "Initial weights: a safetensors file, a run folder, a checkpoint folder or a hub model's folder.",
+        "Initial weights: a safetensors file, a run folder, a checkpoint folder or a Hub model's folder.",
         is_path=True,
         decides_defaults=True,
         initial_weights=True,

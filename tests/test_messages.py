@@ -146,7 +146,7 @@ def test_a_hub_out_of_reach_is_one_line(offline, reason, monkeypatch, capfd, cap
     reason += (
         rf"{model} {file} --local-dir \.`\. Then copy the file to this machine and use --weights {file}\.$"
     )
-    with pytest.raises(ValueError, match=rf"the hub can't be reached \(.*{reason}"):
+    with pytest.raises(ValueError, match=rf"the Hub can't be reached \(.*{reason}"):
         build_model(Vit(model=model, pretrained=True), 10)
     assert time.monotonic() - began < 5
     assert (*capfd.readouterr(), caplog.text) == ("", "", "")

@@ -191,7 +191,7 @@ def download_from_hub(model_name: str) -> Path:
     hub_id = registered_config(model_name).hf_hub_id
     if not hub_id:
         raise ValueError(
-            f"timm provides no weights for {model_name} on the hub. Pass the path of a weight file or folder."
+            f"timm provides no weights for {model_name} on the Hub. Pass the path of a weight file or folder."
         )
     hub_problem = check_hub_or_go_offline()
     try:
@@ -199,7 +199,7 @@ def download_from_hub(model_name: str) -> Path:
     except OSError as error:
         download_command = f"hf download {hub_id} {CONFIG_FILE} {MODEL_FILE} --local-dir DIR"
         raise ValueError(
-            f"the hub can't be reached ({hub_problem or error})."
+            f"the Hub can't be reached ({hub_problem or error})."
             f" Run `{download_command}` on a machine with internet access,"
             " copy the folder DIR to this machine, and pass DIR as the model."
         ) from None

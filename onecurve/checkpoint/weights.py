@@ -440,7 +440,7 @@ def pretrained_model(name: str, classes: int, **options: Any) -> nn.Module:
         if not hub_id:
             download_advice = f"download {pretrained_config.url}"
         raise ValueError(
-            f"--pretrained: the hub can't be reached ({problem or error}). On a machine with internet access,"
+            f"--pretrained: the Hub can't be reached ({problem or error}). On a machine with internet access,"
             f" {download_advice}. Then copy the file to this machine and use --weights {file_name}."
         ) from None
 

@@ -194,10 +194,10 @@ def load_from_hub(data: str, beat: Heartbeat) -> dict[str, Any]:
         failure_reason = " ".join(first_failure_reason.split())
         reason_ellipsis = " ..." if len(failure_reason) > MAX_REASON_LENGTH else ""
         raise ValueError(
-            f"--data {data}: {repository_name} could not be loaded from the hub"
+            f"--data {data}: {repository_name} could not be loaded from the Hub"
             f" ({printable(failure_reason[:MAX_REASON_LENGTH])}{reason_ellipsis})."
             " Without network access, use --data digits, or --data FOLDER"
-            " with the hub's train-*.parquet and test-*.parquet files in FOLDER"
+            " with the Hub's train-*.parquet and test-*.parquet files in FOLDER"
         ) from error
 
 

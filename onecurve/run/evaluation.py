@@ -168,7 +168,7 @@ def evaluated_count(split: Split, recipe: ImageRecipe) -> int:
 
 
 def evaluated_ids(split: Split, recipe: ImageRecipe) -> np.ndarray:
-    """Return the ids of the images to evaluate, in ascending order, int64 [counted(split, recipe)]."""
+    """Return the ids of the images to evaluate, in ascending order, int64 [evaluated_count()]."""
     return choose_by_hash(len(split), evaluated_count(split, recipe))
 
 

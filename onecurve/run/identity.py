@@ -106,8 +106,8 @@ def why_not_this_run(folder: Path, recipe: Recipe, last_step: int | None) -> str
         return ""  # No step was trained. The checkpoint's recipe is compared later
     if mismatch_reason := why_other_run(recorded_run, recipe):
         return mismatch_reason
-    began_with_same_flag = recipe.resume in ("auto", recorded_run.get("resumed_from"))
-    if not began_with_same_flag and not _is_path_in_run(recipe.resume, folder):
+    accepts_start = recipe.resume in ("auto", recorded_run.get("resumed_from"))
+    if not accepts_start and not _is_path_in_run(recipe.resume, folder):
         return f", which did not begin with --resume {recipe.resume}"
     is_run_finished = has_finished(partial(read_json, folder / "result.json"), last_step)
     return ", which is finished" if is_run_finished else ""

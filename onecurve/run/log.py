@@ -53,10 +53,12 @@ class RunLog:
             samples_path.unlink()
         if recipe.log_samples and samples_path.exists():
             _truncate_after(samples_path, state.step)
-        interruption_entries = [
+        interruption_and_resume_entries = [
             log_entry for log_entry in kept_log_entries if {"interrupted_at", "resumed_at"} & set(log_entry)
         ]
-        self.was_interrupted = bool(interruption_entries) and "interrupted_at" in interruption_entries[-1]
+        self.was_interrupted = (
+            bool(interruption_and_resume_entries) and "interrupted_at" in interruption_and_resume_entries[-1]
+        )
         if "none" not in recipe.trackers:
             from onecurve.run.trackers import Trackers
 

@@ -271,8 +271,9 @@ class RunSession:
                 saver.write_held()  # Write the best evaluation's snapshot
             exchange.poll.wait_for_main(self.main_record is not None, saver.wait_up_to)
             meter.check_gradients(snapshot_step)
+            local_loss = meter.loss_sum.item()  # waits for the device, so the failure is read afterwards
             failure_message = self.main_record and self.main_record.failure_message()
-            losses_and_failures = exchange.gather((meter.loss_sum.item(), failure_message))
+            losses_and_failures = exchange.gather((local_loss, failure_message))
             loss_by_rank, failure_by_rank = zip(*losses_and_failures, strict=True)
             if first_failure := next(filter(None, failure_by_rank), None):
                 raise ValueError(first_failure)

@@ -207,7 +207,7 @@ def test_a_hub_data_set_is_read_from_the_cache_without_network(hub_data, tmp_pat
     with pytest.raises(ValueError, match=r"--data hub:lab/pets: lab/pets could not be loaded .*small"):
         opened("hub:lab/pets", tmp_path / "cache")
     for name, message in {
-        "hub:lab/absent": r"lab/absent could not be loaded from the hub \(.*Without network access, use",
+        "hub:lab/absent": r"lab/absent could not be loaded from the Hub \(.*Without network access, use",
         "hub:pets": "is invalid. Use hub:OWNER/NAME or hub:OWNER/NAME:CONFIG",
         "hub:../pets": "is invalid. Use hub:OWNER/NAME",
     }.items():

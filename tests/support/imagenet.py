@@ -81,7 +81,7 @@ class Fault:
         devkit.MD5_BY_PART.update(self.md5)
         for number, values in self.limits:
             resource.setrlimit(number, values)
-        write, finish_split, finish = ShardWriter.write, ShardWriter.finish, journal.Journal.finish
+        write, finish_split, finish = ShardWriter.write, ShardWriter.finish, journal.Journal.write_manifest
 
         def write_and_strike(writer: ShardWriter, images: list) -> None:
             write(writer, images)
@@ -97,7 +97,7 @@ class Fault:
 
         setattr(ShardWriter, "write", write_and_strike)  # noqa: B010  (mypy refuses an assignment)
         setattr(ShardWriter, "finish", strike_and_finish_split)  # noqa: B010
-        setattr(journal.Journal, "finish", strike_and_finish)  # noqa: B010
+        setattr(journal.Journal, "write_manifest", strike_and_finish)  # noqa: B010
 
     def strike(self, place: str | int) -> None:
         if str(self.place) == str(place):

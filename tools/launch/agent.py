@@ -51,13 +51,13 @@ def main() -> None:
     request_name = "beat"
     while request_name == "beat":
         try:
-            request_name, start_request = request_queue.get(timeout=SILENCE_TIMEOUT_S)
+            request_name, arguments = request_queue.get(timeout=SILENCE_TIMEOUT_S)
         except queue.Empty:
             return
     if request_name != "start":
         sys.exit(request_name == "signal")  # status 1 if a signal makes the host leave before the job starts
     with tempfile.TemporaryDirectory(prefix="launch-", ignore_cleanup_errors=True) as events_folder:
-        sys.exit(_run_job(start_request, EventReader(Path(events_folder) / "events"), request_queue))
+        sys.exit(_run_job(arguments, EventReader(Path(events_folder) / "events"), request_queue))
 
 
 def _run_job(start_request: dict[str, Any], event_reader: EventReader, request_queue: RequestQueue) -> int:

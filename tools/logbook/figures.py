@@ -94,7 +94,7 @@ def _telemetry_panels(run: RunRecord) -> list[list[Panel]]:
     # Runs from earlier versions do not record their main processes.
     processes = main_processes(run) or [MainProcess(first_time, math.inf, 0.0)]
 
-    def training_seconds_at(timestamp: float) -> float:
+    def elapsed_seconds_at(timestamp: float) -> float:
         """Return the run's elapsed seconds at a time, excluding pauses between main processes."""
         durations = (min(timestamp, process.ended_at) - process.began_at for process in processes)
         return sum(max(0.0, duration) for duration in durations)
@@ -104,7 +104,7 @@ def _telemetry_panels(run: RunRecord) -> list[list[Panel]]:
         for telemetry_line in host_lines:
             if "host" in telemetry_line:  # a process's first line contains no measured values
                 continue
-            seconds = training_seconds_at(telemetry_line["t"])
+            seconds = elapsed_seconds_at(telemetry_line["t"])
             if has_gpus:
                 gpus = telemetry_line.get("gpus", [])
                 samples += [(seconds, f"{host}, GPU {gpu.get('index')}", gpu) for gpu in gpus]

@@ -127,14 +127,14 @@ class Verification:
         return [*flag_values, *result_values, *recipe_settings]
 
     def _range_with_step(self, step: int) -> "StepRange":
-        """Return the run's part that contains a step."""
+        """Return the step range that contains a step."""
         last_range = self.step_ranges[-1]
         return next((candidate for candidate in self.step_ranges if step <= candidate.last_step), last_range)
 
     def _range_for_replay(self, interval: Interval) -> "StepRange":
-        """Return the part whose recipe an interval's replay uses.
+        """Return the step range whose recipe an interval's replay uses.
 
-        An evaluation belongs to the part that trained its step, unless the next start repeated the
+        An evaluation belongs to the range that trained its step, unless the next start repeated the
         evaluation on different images.
         """
         next_range = self._range_with_step(interval.start + 1)
@@ -145,7 +145,7 @@ class Verification:
         return self._range_with_step(interval.start)
 
     def recipe_changes(self) -> Iterator[str]:
-        """Yield recipe changes between parts, for example `step 100: lr was 0.003, now 0.001`."""
+        """Yield recipe changes between step ranges, for example `step 100: lr was 0.003, now 0.001`."""
         for previous_range, current_range in pairwise(self.step_ranges):
             recipe_flags = flags_where(self.recipe_type, "part_of_recipe")
             old_recipe, new_recipe = previous_range.record.recipe, current_range.record.recipe
