@@ -165,10 +165,8 @@ class MainRecord:
         plots_folder = self.folder / "plots"
         try:
             log_entries = read_lines(self.folder / "metrics.jsonl")
-            data_name, hardware = (
-                Path(result_content["data"]).name,
-                hardware_in_words(self.folder, result_content),
-            )
+            data_name = Path(result_content["data"]).name
+            hardware = hardware_in_words(self.folder, result_content)
             plot_curves(self.folder, log_entries, f"{result_content['script']} on {data_name}, {hardware}")
             plot_files = predictions.draw_plots(plots_folder)
             if self.log.trackers:
