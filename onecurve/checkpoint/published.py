@@ -87,8 +87,9 @@ def _parse_config(model_config: dict[str, Any], pretrained_config: dict[str, Any
         key: pretrained_config[key] for key in PREPROCESSING_KEYS if pretrained_config.get(key) is not None
     }
     model_arguments = dict(model_config.get("model_args") or {})
-    for edge_argument in filter(model_arguments.__contains__, EDGE_LENGTH_ARGUMENTS):
-        model_arguments[edge_argument] = _edge_length(model_arguments[edge_argument])
+    for edge_argument in EDGE_LENGTH_ARGUMENTS:
+        if edge_argument in model_arguments:
+            model_arguments[edge_argument] = _edge_length(model_arguments[edge_argument])
     if edge_pixels := model_arguments.get("img_size"):
         preprocessing_settings["input_size"] = (3, edge_pixels, edge_pixels)
     return PublishedModel(
