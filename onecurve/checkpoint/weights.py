@@ -71,8 +71,7 @@ PICKLE_CONVERSION_CODE = (
 REPORTS_ROOT = Path("validation")  # folder for reports about models outside run folders
 TRAINED_BY_KEY = "trained_by"  # key in config.json files written by export.py
 PICKLE_PREFIXES = (b"PK", b"\x80")  # first bytes of files in torch's new and old pickle formats
-# Weight files opened by find_model() and not loaded yet, by path
-_opened_weight_files: dict[str, TensorFile] = {}
+_opened_weight_files: dict[str, TensorFile] = {}  # by path, opened by find_model() and not loaded yet
 
 
 @dataclass(frozen=True)
@@ -137,12 +136,10 @@ def _find_model_once(location: str, which: str, scratch_folder: Path, heartbeat:
 
         store = ObjectStore(location)
         downloaded_checkpoint = _download_checkpoint(store, which, scratch_folder, heartbeat)
-        _, _, prefix_name = store.url.rpartition("/")
+        reports_folder = REPORTS_ROOT / store.url.rpartition("/")[-1]
         displayed_name = f"{store.url}/checkpoints/{downloaded_checkpoint.folder.name}"
-        weight_file_name = _preferred_file_name(downloaded_checkpoint)
-        return _model_in_checkpoint(
-            downloaded_checkpoint, REPORTS_ROOT / prefix_name, displayed_name, weight_file_name
-        )
+        weight_name = _preferred_file_name(downloaded_checkpoint)
+        return _model_in_checkpoint(downloaded_checkpoint, reports_folder, displayed_name, weight_name)
     local_path = Path(location).resolve()
     weight_file, checkpoint = _locate_weights(local_path, which, heartbeat)
     if checkpoint is None:
