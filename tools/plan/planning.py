@@ -22,7 +22,7 @@ from onecurve.telemetry.flops import DeviceSpecs, find_device, known_devices
 from tools.plan import cost
 from tools.plan.cost import Cluster, Execution, Trace
 
-MAX_PARALLEL_TRACES = 4  # maximum number of parallel traces, each of which needs about 1 GiB of memory
+MAX_PARALLEL_TRACES = 4  # a trace needs about 1 GiB of memory
 STRATEGIES = ("single", "ddp", "fsdp", "hybrid", "zero1", "zero2", "zero3", "offload")
 CONFIG_BY_STRATEGY = {"single": "single_gpu", "hybrid": "fsdp_2x4gpu", "offload": "zero3_offload_4gpu"}
 EQUAL_SPEED_RATIO = 1.05  # ratio of two speeds below which the estimates can't distinguish them
