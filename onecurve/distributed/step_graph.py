@@ -75,6 +75,8 @@ def capture_obstacle(accelerator: JobAccelerator) -> str:
         return "FSDP2 with offload runs the optimizer on the CPU"
     if sharding_settings.get("replicas", 1) > 1:
         return "CUDA graphs are not tested with FSDP2's hybrid sharding"
+    if strategy(accelerator) == "fsdp" and not torch_.can_reset_fsdp_state():
+        return f"with FSDP2, torch {torch.__version__} can't continue after a failed capture"
     if accelerator.grad_checkpointing:
         return "--grad_checkpointing reads the random generator's state on the host"
     if precision(accelerator) == "fp16":
@@ -385,7 +387,7 @@ class StepGraph:
         if isinstance(self.model, nn.parallel.DistributedDataParallel):
             torch_.reset_reducer(self.model)
         elif strategy(self.accelerator) == "fsdp":
-            _reset_shards(self.model)
+            torch_.reset_fsdp_state(self.model)
 
     def _record_forward(self, *_) -> None:
         """Record that a forward pass outside a graph may have gathered parameters."""
@@ -402,20 +404,6 @@ class StepGraph:
                 if hasattr(module, "reshard"):
                     module.reshard()
             self.has_gathered_parameters = False
-
-
-def _reset_shards(model: Any) -> None:
-    """Reset FSDP2's state after a failed capture.
-
-    Raises:
-        ValueError: If this version of torch can't reset FSDP2's state.
-    """
-    if not torch_.can_reset_fsdp_state(model):
-        raise ValueError(
-            f"torch {torch.__version__} can't continue training with FSDP2 after a failed CUDA graph capture."
-            " Run the same command with --no_step_graph."
-        )
-    torch_.reset_fsdp_state(model)
 
 
 def _capture_error_text(error: Exception) -> str:

@@ -243,12 +243,14 @@ def reset_reducer(ddp: Any) -> None:
     ddp.reducer._reset_state()
 
 
-def can_reset_fsdp_state(model: Any) -> bool:
-    """Return True if the model has reset_iter_state(), which reset_fsdp_state() calls.
+def can_reset_fsdp_state() -> bool:
+    """Return True if FSDP2 models have reset_iter_state(), which reset_fsdp_state() calls.
 
-    torch 2.11 does not provide this method.
+    torch versions before 2.13 do not provide this method.
     """
-    return hasattr(model, "reset_iter_state")
+    from torch.distributed.fsdp import FSDPModule
+
+    return hasattr(FSDPModule, "reset_iter_state")
 
 
 def reset_fsdp_state(model: Any) -> None:
