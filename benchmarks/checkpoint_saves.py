@@ -73,7 +73,7 @@ class Benchmark:
             per_device_batch_size=size,
             mixed_precision=flags.mixed_precision,
             ema_decay=0,
-        )
+        ).resolved()
         self.accelerator, _ = start(recipe, recipe.clip_norm)
         self.is_main = self.accelerator.is_main_process
         torch.manual_seed(0)
