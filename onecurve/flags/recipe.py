@@ -1,6 +1,7 @@
 """Declares shared flags, parses recipes (one frozen dataclass per script), and divides batches."""
 
 import argparse
+import copy
 import dataclasses
 import inspect
 import math
@@ -428,6 +429,16 @@ def without_training_flags(recipe: RecipeT) -> RecipeT:
     training_flags = flags_where(type(recipe), "training_only")
     disabled_fields = [field for field in dataclasses.fields(recipe) if field.name in training_flags]
     return dataclasses.replace(recipe, **{field.name: switched_off(field) for field in disabled_fields})
+
+
+def without_initial_weights(recipe: RecipeT) -> RecipeT:
+    """Return a recipe that trains the same layers from random weights."""
+    random_recipe = copy.copy(recipe)  # dataclasses.replace() would refuse --freeze without weights
+    initial_weight_flags = flags_where(type(recipe), "initial_weights")
+    for recipe_field in dataclasses.fields(recipe):
+        if recipe_field.name in initial_weight_flags:
+            object.__setattr__(random_recipe, recipe_field.name, switched_off(recipe_field))
+    return random_recipe
 
 
 def as_yaml(recipe: "DataclassInstance") -> str:

@@ -93,8 +93,9 @@ class Run:
         if first_profiled_step := self.recipe.profile:
             from onecurve.telemetry.profiler import begin_profile
 
-            folder = main_record.folder if main_record else None
-            self.profile = begin_profile(self.accelerator.device, first_profiled_step, session.steps, folder)
+            device, folder = self.accelerator.device, main_record.folder if main_record else None
+            completed_steps, last_step = session.steps.first, session.steps.last
+            self.profile = begin_profile(device, first_profiled_step, completed_steps, last_step, folder)
         now.enter(TRAINING)
         now.step = session.state.step
         if main_record:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather_object
@@ -25,7 +25,7 @@ from onecurve.distributed import strategy as job
 from onecurve.distributed.agreement import once
 from onecurve.distributed.job_accelerator import JobAccelerator
 from onecurve.flags.fields import flags_where
-from onecurve.flags.recipe import Batch, ImageRecipe, Recipe, recipe_part
+from onecurve.flags.recipe import Batch, ImageRecipe, Recipe, recipe_part, without_initial_weights
 from onecurve.models.preprocessing import DataConfig, data_config
 from onecurve.numerics.order import Steps
 from onecurve.run.folder import RunFolder, count_restarts
@@ -44,6 +44,9 @@ from onecurve.system.paths import ROOT
 from onecurve.system.processes import ancestors
 from onecurve.system.text import some_of
 from onecurve.system.threads import Heartbeat
+
+if TYPE_CHECKING:
+    from onecurve.telemetry.flops import Utilisation
 
 # Method by which --max_val_images selects images, as recorded in recipe.json
 VAL_SELECTION_METHOD = "a hash of their ids"
@@ -72,7 +75,7 @@ class RunSetup:
         from onecurve.telemetry.sampling import Telemetry, this_process
 
         accelerator, recipe, training = self.accelerator, self.recipe, self.training
-        process_infos = gather_object([this_process(accelerator)])
+        process_infos = gather_object([this_process(accelerator.device, job.device_name(accelerator))])
         host_by_rank = [process_info.host for process_info in process_infos]
         device_by_rank = [process_info.device for process_info in process_infos]
         try:
@@ -329,13 +332,8 @@ class RunSetup:
         if run_folder.mirror and checkpoint:  # The upload of the checkpoint may have been interrupted
             run_folder.mirror.offer(checkpoint.step, state.best_step)
         log.info(f"the run folder is {run_folder.path}")
-        flops_utilisation = None
+        flops_utilisation = self._flops_utilisation(recipe_file)
         if isinstance(self.recipe, ImageRecipe):
-            from onecurve.telemetry.flops import utilisation_of_run
-
-            flops_utilisation = utilisation_of_run(
-                self.recipe, len(self.classes), recipe_file["devices"], recipe_file["mixed_precision"]
-            )
             self._warn_if_export_would_fail()
         parameter_count = sum(map(math.prod, self.training.gatherer.shapes.values()))
         end_entries: EndEntries = {"parameters": parameter_count}
@@ -343,6 +341,21 @@ class RunSetup:
         self.main_record = MainRecord(
             *job_parts, steps, state, run_folder, saver, run_log, flops_utilisation, end_entries
         )
+
+    def _flops_utilisation(self, recipe_file: RecipeFile) -> "Utilisation | None":
+        """Return the FLOPs and the peak performance from which the run's MFU is computed.
+
+        The result is None for a script without images or without build_model, and if the image size changes
+        during training.
+        """
+        build_model = getattr(sys.modules["__main__"], "build_model", None)
+        if not isinstance(self.recipe, ImageRecipe) or self.recipe.train_sizes or build_model is None:
+            return None
+        from onecurve.telemetry.flops import utilisation_of_run
+
+        build_untrained_model = partial(build_model, without_initial_weights(self.recipe), len(self.classes))
+        devices, precision = recipe_file["devices"], recipe_file["mixed_precision"]
+        return utilisation_of_run(build_untrained_model, self.recipe.image_size, devices, precision)
 
     def _warn_if_export_would_fail(self) -> None:
         """Warn if export.py would refuse the model because the Model section depends on code outside it."""

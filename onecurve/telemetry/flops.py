@@ -5,22 +5,15 @@ fused multiply-add consists of two operations. Operations that activation checkp
 devices.yaml lists the peak performance of GPUs. The peak performance of CPUs is not defined.
 """
 
-import copy
-import dataclasses
 import functools
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from onecurve.flags.fields import flags_where, switched_off
-from onecurve.flags.recipe import ImageRecipe, Recipe
 from onecurve.system.output import log
 from onecurve.system.paths import shortest
 
@@ -83,30 +76,20 @@ class Utilisation:
 
 
 def utilisation_of_run(
-    recipe: Recipe, class_count: int, devices: list[str], precision: str
+    build_model: Callable[[], nn.Module], image_size: int, devices: list[str], precision: str
 ) -> Utilisation | None:
-    """Return the FLOPs and the peak performance from which the running train script's MFU is computed.
+    """Return the FLOPs and the peak performance from which a run's MFU is computed.
 
-    The function returns None for a script without images or without build_model, and if the image size
-    changes during training.
+    The function returns None if the model's operations can't be counted.
 
     Args:
-        recipe: Recipe of the run.
-        class_count: Number of classes.
+        build_model: Function that returns the model without initial weights.
+        image_size: Edge length of the square model input, in pixels.
         devices: Device names of all processes, as torch reports them.
         precision: Value of --mixed_precision.
     """
-    build_model: Any = getattr(sys.modules["__main__"], "build_model", None)
-    if build_model is None or recipe.train_sizes or not isinstance(recipe, ImageRecipe):
-        return None
-    untrained_recipe = copy.copy(recipe)  # dataclasses.replace() would refuse --freeze without weights
-    initial_weight_flags = flags_where(type(recipe), "initial_weights")
-    for recipe_field in dataclasses.fields(recipe):
-        if recipe_field.name in initial_weight_flags:
-            object.__setattr__(untrained_recipe, recipe_field.name, switched_off(recipe_field))
     try:
-        build_untrained_model = partial(build_model, untrained_recipe, class_count)
-        model_flops_per_image = flops_per_image(build_untrained_model, recipe.image_size)
+        model_flops_per_image = flops_per_image(build_model, image_size)
     except Exception as error:  # Models may raise many types of errors
         log.info(f"the operations of the model can't be counted: {type(error).__name__}: {error}")
         return None

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
-from onecurve.numerics.order import Steps
 from onecurve.system.files import discard, write_text
 from onecurve.system.output import log
 
@@ -21,32 +20,33 @@ MAX_TABLE_ROWS = 50  # Maximum number of operators in the table
 
 
 def begin_profile(
-    device: torch.device, first_step: int, steps: Steps, run_folder: Path | None
+    device: torch.device, first_step: int, completed_steps: int, last_step: int, run_folder: Path | None
 ) -> "Profile | None":
     """Return a profile that begins at `first_step`, or None if a resumed run has already completed this step.
 
     Args:
         device: Device of this process.
         first_step: First profiled step, counted from 1.
-        steps: Remaining steps of the run.
+        completed_steps: Number of steps that were completed before this process started.
+        last_step: Last step of the run.
         run_folder: Folder of the run on the main process, and None on other processes, which are not
             profiled.
 
     Raises:
         ValueError: If the run ends before the last profiled step. All processes raise this error.
     """
-    if first_step + PROFILED_STEP_COUNT - 1 > steps.last:
+    if first_step + PROFILED_STEP_COUNT - 1 > last_step:
         raise ValueError(
             f"--profile {first_step} needs {PROFILED_STEP_COUNT} steps from step {first_step:,},"
-            f" but the run ends at step {steps.last:,}."
-            f" Specify --profile {steps.last - PROFILED_STEP_COUNT + 1} or less"
+            f" but the run ends at step {last_step:,}."
+            f" Specify --profile {last_step - PROFILED_STEP_COUNT + 1} or less"
         )
     if run_folder is None:
         return None
-    if steps.first >= first_step:
+    if completed_steps >= first_step:
         log.info(f"no new profile is recorded, because the run resumes after step {first_step:,}")
         return None
-    return Profile(device, first_step, steps.first, run_folder)
+    return Profile(device, first_step, completed_steps, run_folder)
 
 
 class Profile:

@@ -32,9 +32,7 @@ from typing import Any, TypeVar
 
 import psutil
 import torch
-from accelerate import Accelerator
 
-from onecurve.distributed.strategy import device_name
 from onecurve.system.env import local_rank
 from onecurve.system.files import open_to_append
 from onecurve.system.output import log
@@ -71,12 +69,10 @@ class ProcessInfo:
     gpu_uuid: str | None  # UUID of the GPU, or None on a CPU
 
 
-def this_process(accelerator: Accelerator) -> ProcessInfo:
-    """Return the host and device of this process."""
-    gpu_uuid = None
-    if accelerator.device.type == "cuda":
-        gpu_uuid = str(torch.cuda.get_device_properties(accelerator.device).uuid)
-    return ProcessInfo(socket.gethostname(), local_rank(), device_name(accelerator), gpu_uuid)
+def this_process(device: torch.device, device_name: str) -> ProcessInfo:
+    """Return the host and device of this process. `device_name` is the device's name on the run's page."""
+    gpu_uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    return ProcessInfo(socket.gethostname(), local_rank(), device_name, gpu_uuid)
 
 
 @dataclass

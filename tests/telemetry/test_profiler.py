@@ -6,7 +6,6 @@ import json
 import pytest
 import torch
 
-from onecurve.numerics.order import Steps
 from onecurve.telemetry.profiler import PROFILE_FOLDER, TABLE_FILE, TRACE_FILE, begin_profile
 from tests.conftest import CNN, STRATEGIES, VIT, metrics, python, run
 from tests.support.compare import assert_same_tensors, without_times
@@ -52,6 +51,6 @@ def test_a_profile_of_steps_that_do_not_run_is_refused_or_reported(tmp_path, cap
         "--profile 11 needs 3 steps from step 11, but the run ends at step 12. Specify --profile 10 or less"
     )
     with pytest.raises(ValueError, match=refusal):
-        begin_profile(torch.device("cpu"), 11, Steps(14, 28, 12), None)
-    assert begin_profile(torch.device("cpu"), 8, Steps(14, 28, 14, first=12), tmp_path) is None
+        begin_profile(torch.device("cpu"), 11, 0, 12, None)
+    assert begin_profile(torch.device("cpu"), 8, 12, 14, tmp_path) is None
     assert "no new profile is recorded, because the run resumes after step 8" in capsys.readouterr().out
