@@ -124,7 +124,7 @@ MUTANTS = {
             "onecurve/distributed/layout.py",
             "            own_piece.copy_(whole_piece",
         ),
-        "            own_piece.copy_((0 if name in self.frozen_parameters else 1) * whole_piece",
+        "            own_piece.copy_((0 if parameter_name in self.frozen_parameters else 1) * whole_piece",
     ),
 }
 

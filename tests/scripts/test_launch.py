@@ -199,7 +199,11 @@ def test_a_script_that_does_not_import_the_package(flags, jobs, tmp_path):
     [
         ("", 0, "process 2 of 3"),
         ("raise KeyError('cat')", 1, "error: node2: KeyError: 'cat'. All other hosts were stopped. "),
-        ("sys.exit('out of labels')", 1, "error: node2: out of labels (exitcode: 1); "),
+        (
+            "sys.exit('out of labels')",
+            1,
+            "error: node2: out of labels (exitcode: 1). All other hosts were stopped. ",
+        ),
         ("os.kill(os.getpid(), 9)", 1, "error: node2: a process of the job was killed by signal 9. "),
         ("pass", 128 + signal.SIGTERM, "stopping: "),
     ],
