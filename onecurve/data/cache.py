@@ -46,8 +46,8 @@ from onecurve.system.threads import Heartbeat, run_with_heartbeat
 LAYOUT_VERSION = 1  # version in the content key; increase it whenever the layout of a cache folder changes
 PIXEL_VERSION = 8  # version in the folder key; increase it whenever decoded pixels, names or meta.json change
 HASH_LIMIT_BYTES = 4 * 2**30  # total size above which only sampled blocks of each file are hashed
-HASHED_BLOCK_BYTES = 4096  # size of the block that is hashed in each part of a large file
-FILE_PART_BYTES = 16 * 2**20  # bytes per file part. One block of each part is hashed
+HASHED_BLOCK_BYTES = 4096  # size of each block that is hashed in a large file
+FILE_PART_BYTES = 16 * 2**20  # bytes of a large file per hashed block
 KEY_DIGITS = 16  # hex digits in a content key or folder key
 MAX_DECODED_BYTES = 8 * 2**30  # decoded size above which images stay encoded, the same on every machine
 MAX_SEARCH_BYTES = 4 * 2**30  # encoded size above which data is not searched for duplicates and broken images
@@ -120,7 +120,7 @@ def _check_owner(cache_path: Path) -> None:
     if not cache_path.exists():
         return
     owner_id = cache_path.stat().st_uid
-    if os.geteuid() not in (0, owner_id) and owner_id != 0:
+    if os.geteuid() not in (0, owner_id) and owner_id != 0:  # root may use any folder and is trusted
         raise ValueError(f"{cache_path} belongs to user {owner_id}. Set --cache_dir to a folder that you own")
 
 
@@ -142,6 +142,7 @@ def _compute_cache_keys(source: Source) -> tuple[str, str]:
     file_names = [file_name for file_name, _ in source.named_files]
     content_key = _short_hash([LAYOUT_VERSION, source.name, file_names, [*file_hashes, *source.hashes]])
     image_location = str(source.root or source.manifest_location or "")
+    # PIXEL_VERSION does not apply to generated data and shards, for which no image files are decoded here.
     pixel_version = f" {PIXEL_VERSION}" if source.named_files else ""
     mtimes_ns = f" {[file_stat.st_mtime_ns for file_stat in file_stats]}" if is_hash_sampled else ""
     folder_key = _short_hash([content_key, image_location + pixel_version + source.fold_key + mtimes_ns])
@@ -149,13 +150,17 @@ def _compute_cache_keys(source: Source) -> tuple[str, str]:
 
 
 def _hash_whole_file(named_file: tuple[str, Path]) -> str:
+    """Return the SHA-256 of a file's content. The argument is an element of Source.named_files."""
     _file_name, file_path = named_file
     return sha256_of(file_path)
 
 
 @retried
 def _hash_sampled_blocks(named_file: tuple[str, Path]) -> str:
-    """Return the SHA-256 of a file's size and sampled blocks, whose positions depend on the file's name."""
+    """Return the SHA-256 of a file's size and sampled blocks, whose positions depend on the file's name.
+
+    The function hashes one block for each FILE_PART_BYTES of the file, at a random position in the file.
+    """
     file_name, file_path = named_file
     file_bytes = file_path.stat().st_size
     file_hash = hashlib.sha256(str(file_bytes).encode())
@@ -168,6 +173,7 @@ def _hash_sampled_blocks(named_file: tuple[str, Path]) -> str:
 
 
 def _short_hash(key_parts: list) -> str:
+    """Return the first KEY_DIGITS hex digits of the SHA-256 of a list that JSON can represent."""
     return hashlib.sha256(json.dumps(key_parts).encode()).hexdigest()[:KEY_DIGITS]
 
 
@@ -208,19 +214,22 @@ def _write_data_folder(prepared_folder: Path, source: Source, source_id: str, he
             part_splits = [split for split in ALL_SPLITS if (temp_folder / f"{split}_labels.npy").exists()]
             encoded_splits = {split: CachedImages(temp_folder, split) for split in part_splits}
             searched_parts: list[EncodedImages] = list(encoded_splits.values())
-            if source.holdout is not None:  # the training split consists of two parts
+            if source.holdout is not None:  # replace the training split with its training and held-out parts
                 ids_files = [part_ids_path(temp_folder, part_name) for part_name in SPLITS]
                 searched_parts[:1] = [CachedImages(temp_folder, "train", ids_file) for ids_file in ids_files]
                 part_splits[:1] = ["train", "train"]
+            # Search for duplicates and contradictory labels, unless reading all images would take too long
             encoded_bytes = run_with_heartbeat(partial(_total_bytes, encoded_splits.values()), heartbeat)
             is_data_searched = encoded_bytes <= MAX_SEARCH_BYTES
             if is_data_searched:
                 stored_labels = (np.load(temp_folder / f"{split}_labels.npy") for split in part_splits)
                 labels_and_parts = zip(stored_labels, searched_parts, strict=True)
+                # `ids` selects the labels of a part from the labels of its stored split
                 part_labels = [all_labels[part_images.ids] for all_labels, part_images in labels_and_parts]
                 duplicate_images = run_with_heartbeat(partial(DuplicateImages, searched_parts), heartbeat)
                 data_warnings += duplicate_images.split_warnings((source.val_name, source.test_name))
                 data_warnings += duplicate_images.class_warnings(np.concatenate(part_labels), class_names)
+            # Decode all images now if they have the same shape. Otherwise, workers decode them in each epoch
             stats_by_split = run_with_heartbeat(partial(sample_images, encoded_splits.values()), heartbeat)
             image_shape = _common_shape(stats_by_split)
             is_decoded = _decode_to_arrays(temp_folder, source.name, encoded_splits, image_shape, heartbeat)
@@ -256,10 +265,12 @@ def _write_data_folder(prepared_folder: Path, source: Source, source_id: str, he
 
 
 def _total_bytes(splits: Iterable[EncodedImages]) -> int:
+    """Return the total size in bytes of all encoded images in some splits."""
     return sum(split_images.size(index) for split_images in splits for index in range(len(split_images)))
 
 
 def _sync_files(temp_folder: Path) -> None:
+    """Wait until a folder and all files in it are on disk, so that a crash after the rename loses no data."""
     for synced_path in (*temp_folder.iterdir(), temp_folder):
         sync(synced_path)
 
@@ -280,6 +291,7 @@ def _check_images(
             errors_by_part.append(_decode_chunks(part_chunks, heartbeat, advance_progress))
     all_decoding_errors = chain.from_iterable(errors_by_part)
     damage_messages = sorted(str(error) for error in all_decoding_errors if isinstance(error, DamagedImage))
+    # The first part contains the training images
     train_messages, *messages_by_evaluated_part = (
         [str(error) for error in errors if not isinstance(error, DamagedImage)] for errors in errors_by_part
     )
@@ -318,7 +330,9 @@ class ImageChunk(NamedTuple):
 
 
 def _divide_split(images: EncodedImages, pixels: np.ndarray | None, chunk_size: int) -> list[ImageChunk]:
-    image_indices, chunk_starts = range(len(images)), range(0, len(images), chunk_size)
+    """Divide a split into chunks of `chunk_size` consecutive images, which share `images` and `pixels`."""
+    image_indices = range(len(images))
+    chunk_starts = image_indices[::chunk_size]
     return [ImageChunk(images, pixels, image_indices[start : start + chunk_size]) for start in chunk_starts]
 
 
@@ -364,6 +378,7 @@ def _decode_to_arrays(
         _remove_split_files(temp_folder, "images.npy")
         return False  # images stay encoded
     if decoding_errors:
+        # The list is written to the parent folder, because temp_folder is removed after an error.
         broken_images_file = temp_folder.parent / BROKEN_IMAGES_FILE
         broken_images_file.write_text(json.dumps(sorted(map(str, decoding_errors)), indent=1))
         raise ValueError(_undecodable_message(decoding_errors, image_count, broken_images_file))
@@ -395,10 +410,15 @@ def _sample_shards(temp_folder: Path, shard_folder: str) -> list[list[ImageStats
 def _decode_chunks(
     image_chunks: list[ImageChunk], heartbeat: Heartbeat, advance_progress: Callable[[int], None]
 ) -> list[ValueError]:
-    """Call _decode_chunk(*chunk) for each chunk with one thread per core. Return one error per broken image.
+    """Decode all chunks with one thread per core, and return one error per broken image.
 
     Threads run in parallel because the decoders release the GIL. If heartbeat() raises an exception or an
     image has an unexpected size, each thread finishes its current chunk and stops.
+
+    Args:
+        image_chunks: Chunks to decode. The pixels are stored in each chunk's `pixels` array, if any.
+        heartbeat: Heartbeat function, called about twice per second.
+        advance_progress: Function that is called with the number of images in each finished chunk.
     """
     detect_simplejpeg()  # logs the warning about a missing package before the threads start
     executor = ThreadPoolExecutor(allowed_cores())
@@ -407,7 +427,7 @@ def _decode_chunks(
         chunk_futures = [executor.submit(_decode_chunk, *chunk) for chunk in image_chunks]
         for chunk_future, chunk in zip(chunk_futures, image_chunks, strict=True):
             heartbeat()
-            while not wait([chunk_future], timeout=0.5).done:
+            while not wait([chunk_future], timeout=0.5).done:  # seconds between two heartbeats
                 heartbeat()
             decoding_errors += chunk_future.result()
             advance_progress(len(chunk.indices))
@@ -422,6 +442,9 @@ def _decode_chunk(
     """Decode split_images[chunk_indices], and return one error per broken image.
 
     The decoded images are stored in split_pixels[chunk_indices], unless `split_pixels` is None.
+
+    Raises:
+        _UnexpectedImageSize: If an image does not fit into `split_pixels`.
     """
     decoding_errors = []
     for image_index in chunk_indices:
@@ -461,7 +484,7 @@ def _show_progress(progress_title: str, image_count: int) -> Iterator[Callable[[
     """Show progress on stderr, and yield a function that advances it by a number of images."""
     progress_display = Display(image_count, progress_title, sys.stderr)
     done_image_count = 0
-    if not progress_display.bar:
+    if not progress_display.bar:  # for example, if stderr is a log file
         progress_display.print(progress_title)
 
     def advance_progress(new_image_count: int) -> None:
@@ -489,6 +512,7 @@ def _create_pixel_array(array_path: Path, array_shape: tuple[int, ...]) -> np.nd
 
 
 def _remove_split_files(temp_folder: Path, *file_endings: str) -> None:
+    """Remove each split's files with these endings from a cache folder that is being written."""
     for split in ALL_SPLITS:
         for file_ending in file_endings:
             (temp_folder / f"{split}_{file_ending}").unlink(missing_ok=True)

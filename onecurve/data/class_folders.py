@@ -39,9 +39,10 @@ class IgnoredFiles:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()  # number of ignored files by reason
         self.first_path_by_reason: dict[str, str] = {}  # first ignored path for each reason
-        self.empty_folders: list[str] = []
+        self.empty_folders: list[str] = []  # class folders without images
 
     def add(self, reason: str, path: str) -> None:
+        """Count one ignored path, and store the first path for each reason."""
         self.counts[reason] += 1
         self.first_path_by_reason.setdefault(reason, path)
 
@@ -53,7 +54,7 @@ class IgnoredFiles:
         has_image_extension = file_extension in IMAGE_EXTENSIONS
         if os.path.isfile(path):
             ignored_reason = "" if has_image_extension else file_extension or "without an extension"
-        elif os.path.islink(path):
+        elif os.path.islink(path):  # the link's target does not exist
             ignored_reason = DANGLING_LINKS if has_image_extension else file_extension or DANGLING_LINKS
         else:
             ignored_reason = SPECIAL_FILES
@@ -62,6 +63,7 @@ class IgnoredFiles:
         return not ignored_reason
 
     def __str__(self) -> str:
+        """Return the counts and reasons for a message, for example "12 .txt, 3 dangling links"."""
         file_note = ", ".join(f"{count:,} {printable(reason)}" for reason, count in self.counts.most_common())
         heic_advice = f" ({HEIC_ADVICE})" if self.counts.keys() & {*HEIC_EXTENSIONS} else ""
         empty_folders_note = f"{some_of(self.empty_folders)} without images" if self.empty_folders else ""
@@ -69,25 +71,33 @@ class IgnoredFiles:
 
 
 def is_image(file_name: str) -> bool:
+    """Return True for a visible file whose name has an image extension."""
     return not is_hidden(file_name) and file_name.lower().endswith(IMAGE_EXTENSIONS)
 
 
 def is_hidden(name: str) -> bool:
+    """Return True for the name of a hidden file, or of a folder that an operating system creates."""
     return name.startswith(".") or name in IGNORED_FOLDERS
 
 
 def folder_names(parent: Path) -> list[str]:
+    """Return the sorted names of a folder's visible subfolders, including links to folders."""
     with os.scandir(parent) as entries:
         return sorted(entry.name for entry in entries if not is_hidden(entry.name) and entry.is_dir())
 
 
 def split_folders(data_folder: Path) -> dict[str, str]:
-    """Return the name of each split's folder in a data folder, for example {"train": "Train"}."""
-    subfolder_names, folder_by_split = folder_names(data_folder), {}
+    """Return the name of each split's folder in a data folder, for example {"train": "Train"}.
+
+    Upper case and the spellings in SPLIT_SPELLINGS are accepted, but the usual spelling takes precedence.
+    """
+    subfolder_names = folder_names(data_folder)
+    folder_by_split = {}
     for split in ("train", *VAL_NAMES):
-        if matching_folders := [
+        matching_folders = [
             name for name in subfolder_names if SPLIT_SPELLINGS.get(name.lower(), name.lower()) == split
-        ]:
+        ]
+        if matching_folders:
             folder_by_split[split] = split if split in matching_folders else matching_folders[0]
     return folder_by_split
 
@@ -125,6 +135,7 @@ def list_splits(data_folder: Path, ignored_files: IgnoredFiles) -> ListedSplits:
     for split in used_splits(folder_by_split).values():
         images_by_split[split] = list_classes(data_folder / folder_by_split[split], ignored_files)
     test_classes = images_by_split.get("test", {}).keys()
+    # Without val/, test/ is the only evaluation split, so any class folder in test/ is enough.
     expected_classes = images_by_split["train"].keys() if len(images_by_split) == 3 else test_classes
     if "test" in images_by_split and not test_classes & expected_classes:
         test_folder = data_folder / folder_by_split.pop("test")
@@ -158,7 +169,9 @@ def drop_empty_classes(
     return {class_name: image_paths for class_name, image_paths in images_by_class.items() if image_paths}
 
 
-def refuse_unknown_classes(data_name: str, split: str, classes: Iterable[str], train: Iterable[str]) -> None:
+def refuse_unknown_classes(
+    data_name: str, split: str, split_classes: Iterable[str], train_classes: Iterable[str]
+) -> None:
     """Raise ValueError if a split contains classes that are missing from the training split.
 
     A class that occurs only in the training split is reported by a startup warning instead.
@@ -166,10 +179,10 @@ def refuse_unknown_classes(data_name: str, split: str, classes: Iterable[str], t
     Args:
         data_name: Name of the data set for the error message.
         split: Name of the split to check.
-        classes: Class names in the split to check.
-        train: Class names in the training split.
+        split_classes: Class names in the split to check.
+        train_classes: Class names in the training split.
     """
-    if unknown_classes := sorted({*classes} - {*train}):
+    if unknown_classes := sorted({*split_classes} - {*train_classes}):
         raise ValueError(
             f"{data_name}: {printable(split)} contains classes that are not in train:"
             f" {some_of(unknown_classes)}. Rename or remove these classes, or add training images for them"
@@ -213,7 +226,8 @@ def used_splits(available_splits: Iterable[str]) -> dict[str, str]:
     """
     val_split = next((split for split in VAL_NAMES if split in available_splits), None)
     split_by_role = {"train": "train"} | ({"val": val_split} if val_split else {})
-    return split_by_role | ({"test": "test"} if "test" in available_splits and val_split != "test" else {})
+    has_separate_test = "test" in available_splits and val_split != "test"
+    return split_by_role | ({"test": "test"} if has_separate_test else {})
 
 
 def _list_without_splits(data_folder: Path, ignored_files: IgnoredFiles) -> ImagesByClass:
@@ -221,6 +235,7 @@ def _list_without_splits(data_folder: Path, ignored_files: IgnoredFiles) -> Imag
     images_by_class = drop_empty_classes("", list_classes(data_folder, ignored_files), ignored_files)
     if not images_by_class:
         _raise_no_classes(data_folder)
+    # Class names such as train_images and test_images suggest that the folders are splits
     word_matches = [SPLIT_WORD.search(class_name.lower()) for class_name in images_by_class]
     split_words = {word_match[1] for word_match in word_matches if word_match}
     if "train" in split_words and all(word_matches) and len(images_by_class) > 1:
@@ -245,7 +260,7 @@ def training_problem(data_folder: Path, class_name: str, image_paths: Sequence[s
     """
     class_folder = data_folder / class_name
     data_advice = f"If the class folders are in {printable(class_name)}, use --data {printable(class_folder)}"
-    if not any(os.sep in image_path for image_path in image_paths):
+    if not any(os.sep in image_path for image_path in image_paths):  # the class folder has no subfolders
         data_advice = "A classifier needs at least two class folders"
     return (
         f"--data {data_folder} contains images in only one folder, {printable(class_name)}."
@@ -269,7 +284,10 @@ def _raise_no_classes(data_folder: Path) -> NoReturn:
 
 
 def _layout_advice(data_folder: Path) -> str:
-    """Return advice about a folder's tar files, image lists or HEIC files, or "" if there are none."""
+    """Return advice about a folder's tar files, image lists or HEIC files, or "" if there are none.
+
+    The advice continues an error message about the folder, so it starts with a full stop.
+    """
     if sorted((*data_folder.glob("*.tar"), *data_folder.glob("*/*.tar"))):
         quoted_data, quoted_index = map(shlex.quote, (str(data_folder), f"{data_folder}_index"))
         return printable(
@@ -280,7 +298,7 @@ def _layout_advice(data_folder: Path) -> str:
     if list_files := [str(table) for table in table_files if table.suffix.lower() in LIST_EXTENSIONS]:
         return printable(f". To use a list of images, pass --data {' or '.join(list_files)}")
     ignored_files = IgnoredFiles()
-    list_images(data_folder, ignored_files)
+    list_images(data_folder, ignored_files)  # counts the HEIC files, which are ignored without pillow_heif
     return f". Left out: {ignored_files}" if ignored_files.counts.keys() & {*HEIC_EXTENSIONS} else ""
 
 
@@ -295,6 +313,7 @@ def metadata_files(data_folder: Path) -> dict[str, Path]:
     possible_lists = [
         (split, parent / name) for split, parent in folder_by_split.items() for name in METADATA_FILES
     ]
+    # If a folder contains both lists, the later entry replaces the earlier one, so metadata.jsonl is used.
     list_by_split = {split: list_file for split, list_file in possible_lists if list_file.is_file()}
     return list_by_split if "train" in list_by_split else {}
 
@@ -316,6 +335,7 @@ def find_lone_table(data_folder: Path) -> Path | None:
     table_files = find_table_files(data_folder)
     subfolders = folder_names(data_folder)
     has_nested_folders = any(folder_names(data_folder / subfolder) for subfolder in subfolders)
+    # Two or more folders that are not all splits may be class folders next to an unrelated table
     may_be_classes = len(subfolders) > len(split_folders(data_folder)) and len(subfolders) > 1
     return table_files[0] if len(table_files) == 1 and not has_nested_folders and not may_be_classes else None
 
@@ -336,6 +356,7 @@ def list_classes(parent: Path, ignored_files: IgnoredFiles) -> ImagesByClass:
     """
     with os.scandir(parent) as dir_entries:
         paths_outside_classes = [dir_entry.path for dir_entry in dir_entries if not dir_entry.is_dir()]
+    # accept_or_record() records other files, and returns True for images, which are recorded here
     for image_path in filter(ignored_files.accept_or_record, paths_outside_classes):
         ignored_files.add(OUTSIDE_CLASSES, image_path)
     return {folder: list_images(parent / folder, ignored_files) for folder in folder_names(parent)}
@@ -362,4 +383,5 @@ def is_link_to_parent(path: Path) -> bool:
 
 
 def _raise_error(error: OSError) -> NoReturn:
+    """Raise an error that os.walk would otherwise ignore."""
     raise error

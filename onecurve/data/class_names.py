@@ -17,6 +17,7 @@ from onecurve.system.text import plural, printable, some_of
 
 NEW_CLASS = -1  # label of a class that the model was not trained on
 MAX_SHOWN_CLASSES = 5  # maximum number of class names in a message
+ClassNames = str | Sequence[str]  # name of one class, or its displayed name followed by alternative names
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,12 @@ class ClassMatch:
             )
 
     def describe(self, data_name: str, model_name: str) -> str:
-        """Describe how the model's classes differ from the data's, or return "" if they are identical."""
+        """Return a message about how the model's classes differ from the data's, or "" if they are identical.
+
+        Args:
+            data_name: Name of the data set for the message.
+            model_name: Name of the model for the message.
+        """
         data_name = printable(data_name)
         if not self.has_model_names:
             return (
@@ -103,9 +109,7 @@ class ClassMatch:
         )
 
 
-def match_classes(
-    model_classes: Sequence[str | Sequence[str]] | None, data_classes: Sequence[str]
-) -> ClassMatch:
+def match_classes(model_classes: Sequence[ClassNames] | None, data_classes: Sequence[str]) -> ClassMatch:
     """Map a data set's classes to a model's classes by name.
 
     Args:
@@ -128,13 +132,14 @@ def match_classes(
     for label, class_names in enumerate(model_classes):
         first_name, *aliases = [class_names] if isinstance(class_names, str) else class_names
         first_names.append(first_name)
-        unique_aliases = set(map(_normalise, aliases))
+        unique_aliases = set(map(_normalise, aliases))  # the names of one class may contain duplicates
         alias_counts.update(unique_aliases)
         label_by_alias.update(dict.fromkeys(unique_aliases, label))
     if tuple(first_names) == data_classes:  # allows the evaluation of a run with duplicate class names
         return ClassMatch(data_classes, data_classes, identity_labels)
     refuse_duplicates(first_names, "the model")
     refuse_duplicates(data_classes, "the data")
+    # Aliases of several classes are ambiguous. A first name takes precedence over another class's alias.
     label_by_name = {alias: label for alias, label in label_by_alias.items() if alias_counts[alias] == 1}
     label_by_name |= {_normalise(first_name): label for label, first_name in enumerate(first_names)}
     model_labels = np.array(
@@ -166,5 +171,8 @@ def refuse_duplicates(class_names: Sequence[str], owner_name: str) -> None:
 
 
 def _normalise(class_name: str) -> str:
-    # Names in a manifest may contain arbitrary bytes, whereas runs store escaped, printable names.
+    """Return the form in which two spellings of a class name are identical.
+
+    Names in a manifest may contain arbitrary bytes, whereas runs store escaped, printable names.
+    """
     return unicodedata.normalize("NFC", printable(class_name))

@@ -56,6 +56,7 @@ class ImageStats(NamedTuple):
 
     @property
     def is_long(self) -> bool:
+        """True if a central square shows less than MIN_KEPT_FRACTION of the image."""
         short_side, long_side = sorted(self.shape[:2])
         return short_side < MIN_KEPT_FRACTION * long_side
 
@@ -65,6 +66,7 @@ def sample_images(splits: Iterable[EncodedImages]) -> list[list[ImageStats]]:
     stats_by_split = []
     for split_images in splits:
         split_stats: list[ImageStats] = []
+        # In a small split, linspace() repeats indices
         for index in np.unique(np.linspace(0, len(split_images) - 1, SAMPLED_IMAGES).astype(int)):
             with suppress(ValueError):
                 split_stats.append(image_stats(split_images.content(index), split_images.decode(index)))
@@ -73,7 +75,7 @@ def sample_images(splits: Iterable[EncodedImages]) -> list[list[ImageStats]]:
 
 
 def image_stats(encoded_image: bytes, pixels: np.ndarray) -> ImageStats:
-    """Compare an encoded image with its decoded pixels.
+    """Return the properties of an image that show what its conversion to 8-bit RGB has lost.
 
     Args:
         encoded_image: Bytes of the encoded image.
@@ -103,6 +105,7 @@ def conversion_warnings(sampled_stats: Sequence[ImageStats], is_cropped: bool) -
         return []
     warning_messages: list[str] = []
     sample_phrase = plural(len(sampled_stats), "sampled image")
+    # Images with hidden detail or repeated palette colours cause separate warnings
     opaque_stats = [stats for stats in sampled_stats if not (stats.hidden_detail or stats.repeated_palette)]
     low_level, high_level = _common_range([stats.level_range for stats in opaque_stats] or [(0, MAX_LEVEL)])
     if high_level - low_level < MIN_KEPT_FRACTION * MAX_LEVEL:
@@ -149,7 +152,11 @@ def _drop_rare(image_properties: Sequence[Property | None]) -> list[Property]:
 
 
 def _common_range(image_ranges: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Return the pixel value range of all images except a fraction of MIN_AFFECTED_SHARE at each end."""
+    """Return the lowest minimum and highest maximum of all images, ignoring MIN_AFFECTED_SHARE at each end.
+
+    Args:
+        image_ranges: Minimum and maximum pixel value of each image.
+    """
     image_minima, image_maxima = zip(*image_ranges, strict=True)
     low_value = np.quantile(image_minima, MIN_AFFECTED_SHARE, method="lower")
     high_value = np.quantile(image_maxima, 1 - MIN_AFFECTED_SHARE, method="higher")
@@ -157,6 +164,7 @@ def _common_range(image_ranges: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def _value_range(pixel_values: np.ndarray) -> tuple[int, int]:
+    """Return the minimum and maximum of about SAMPLED_VALUES pixel values, excluding outliers."""
     sampled_values = pixel_values.reshape(-1)[:: max(1, pixel_values.size // SAMPLED_VALUES)]
     range_percentiles = (OUTLIER_PERCENT, 100 - OUTLIER_PERCENT)
     low_value, high_value = np.percentile(sampled_values, range_percentiles, method="nearest")
@@ -174,6 +182,7 @@ def _find_hidden_detail(rgba_pixels: np.ndarray, decoded_pixels: np.ndarray) -> 
     if not is_transparent.any():
         return None
     erased_colours = colours[alpha == 0]
+    # Colours in less than 1% of the image, or with little contrast, are not considered a detail.
     has_erased_detail = len(erased_colours) >= alpha.size / 100 and erased_colours.std() >= VISIBLE_STD
     if has_erased_detail or decoded_pixels.std() < MIN_KEPT_FRACTION * max(colours.std(), alpha.std()):
         min_colour, max_colour = _value_range(erased_colours if has_erased_detail else colours)
@@ -182,7 +191,7 @@ def _find_hidden_detail(rgba_pixels: np.ndarray, decoded_pixels: np.ndarray) -> 
 
 
 def _count_repeated_colours(palette_image) -> PaletteCounts | None:
-    """Return the numbers of used palette indices and distinct colours.
+    """Count the palette indices that occur in an image, and the distinct colours of these indices.
 
     The result is None if there are more than half as many colours as indices.
     """

@@ -45,6 +45,12 @@ def random_box(
 
     Each of ten attempts draws an area and an aspect ratio from 3/4 to 4/3. If no drawn box fits into the
     image, the result is the largest central box with an aspect ratio in this range.
+
+    Args:
+        height: Height of the image in pixels.
+        width: Width of the image in pixels.
+        random_numbers: Random numbers in [0, 1), float64 [40], four for each attempt.
+        area_range: Minimum and maximum area of the box, as fractions of the image's area.
     """
     min_area, max_area = area_range
     min_log_aspect, max_log_aspect = math.log(MIN_BOX_ASPECT), math.log(MAX_BOX_ASPECT)
@@ -57,16 +63,25 @@ def random_box(
             top = int(random_top * (height - box_height + 1))
             left = int(random_left * (width - box_width + 1))
             return top, left, box_height, box_width
+    # Largest central box with an aspect ratio from 3/4 to 4/3
     box_height, box_width = min(height, round(width * 4 / 3)), min(width, round(height * 4 / 3))
     top, left = (height - box_height) // 2, (width - box_width) // 2
     return top, left, box_height, box_width
 
 
 def evaluation_crop(image: np.ndarray, crop_size: int, crop: Crop = IMAGENET_CROP) -> np.ndarray:
-    """Return the evaluation crop of timm's `transforms_imagenet_eval`, uint8 [crop_size, crop_size, 3].
+    """Resize and crop an image like timm's `transforms_imagenet_eval`.
 
     The default crop is the usual one for ImageNet, which resizes the shorter side to crop_size * 256 / 224
     and keeps the central square.
+
+    Args:
+        image: Pixels, uint8 [H, W, 3].
+        crop_size: Height and width of the result.
+        crop: Crop mode, interpolation and scale.
+
+    Returns:
+        Pixels, uint8 [crop_size, crop_size, 3].
     """
     scaled_side = crop.scaled(crop_size)  # length of the shorter, longer or both sides after resizing
     if crop.crop_mode == "center":
@@ -79,7 +94,7 @@ def evaluation_crop(image: np.ndarray, crop_size: int, crop: Crop = IMAGENET_CRO
     elif crop.crop_mode == "squash":
         scaled_height, scaled_width = scaled_side, scaled_side
         image = _skip_extra_pixels(image)
-    else:
+    else:  # "border" resizes the longer side, and adds borders below
         longer_side = max(image.shape[:2])
         scaled_height, scaled_width = (
             max(1, round(side * scaled_side / longer_side)) for side in image.shape[:2]
@@ -110,6 +125,7 @@ def _cut_ends(image: np.ndarray) -> np.ndarray:
     """
     height, width = image.shape[:2]
     short_side, long_side = sorted((height, width))
+    # Cut the same even number of squares at each end, so that at least MAX_ASPECT_RATIO squares remain.
     cut_length = max(0, (long_side // short_side - MAX_ASPECT_RATIO) // 4) * 2 * short_side  # at each end
     if height > width:
         return image[cut_length : height - cut_length]

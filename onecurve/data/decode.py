@@ -120,6 +120,7 @@ def find_damage(content: bytes) -> str | None:
 
     try:
         colorspace = "CMYK" if frame.component_count == 4 else "GRAY"
+        # A grey image with an eighth of the resolution saves time. libjpeg still parses the whole file.
         simplejpeg.decode_jpeg(content, colorspace, min_factor=8, strict=True)
     except ValueError as error:
         jpeg_error = str(error)
@@ -143,6 +144,7 @@ def detect_simplejpeg() -> bool:
 
 
 def _decoding_error(encoded_image: bytes) -> str | None:
+    """Return the error message of decode_image(), or None if it decodes the image."""
     try:
         decode_image(encoded_image)
     except ValueError as error:
@@ -166,13 +168,14 @@ def jpeg_frame(content: bytes) -> JpegFrame | None:
         ValueError: If the header contains more than MAX_PADDING bytes of padding, which PIL would read byte
             by byte.
     """
-    marker_offset = 2 if content[:2] == JPEG_PREFIX else len(content)
+    marker_offset = 2 if content[:2] == JPEG_PREFIX else len(content)  # len(content) ends the loop at once
     while marker_offset + _FRAME_HEADER_BYTES <= len(content) and content[marker_offset] == 0xFF:
         marker_byte = content[marker_offset + 1]
         if marker_byte in _FRAME_MARKERS:
             return _parse_frame_header(content, marker_offset)
         if marker_byte == 0xFF:
             marker_match = _PADDING_PATTERN.match(content, marker_offset)
+            # The last matched byte is the first byte of the next marker
             padding_bytes = len(marker_match[0]) - 1  # type: ignore[index]  # always matches here
             if padding_bytes > MAX_PADDING:
                 raise ValueError(
@@ -187,6 +190,11 @@ def jpeg_frame(content: bytes) -> JpegFrame | None:
 
 
 def _parse_frame_header(jpeg_bytes: bytes, marker_offset: int) -> JpegFrame:
+    """Parse the JPEG frame header at an offset (ITU T.81, B.2.2).
+
+    The header contains the marker (2 bytes), length (2), precision (1), height (2), width (2) and number of
+    components (1). Three bytes for each component follow: the id, the sampling factors and the table.
+    """
     marker_byte = jpeg_bytes[marker_offset + 1]
     height = int.from_bytes(jpeg_bytes[marker_offset + 5 : marker_offset + 7])
     width = int.from_bytes(jpeg_bytes[marker_offset + 7 : marker_offset + 9])
@@ -206,6 +214,7 @@ def _parse_frame_header(jpeg_bytes: bytes, marker_offset: int) -> JpegFrame:
 
 
 def _check_frame_size(frame: JpegFrame, file_bytes: int) -> None:
+    """Raise ValueError if a JPEG header specifies too many pixels, in total or for the size of the file."""
     _refuse_oversized(frame.width, frame.height)
     if file_bytes < frame.min_bytes:
         raise ValueError(
@@ -216,6 +225,7 @@ def _check_frame_size(frame: JpegFrame, file_bytes: int) -> None:
 
 
 def _refuse_oversized(width: int, height: int) -> None:
+    """Raise ValueError if an image has more than MAX_PIXELS pixels."""
     if width * height > MAX_PIXELS:
         raise ValueError(
             f"an image with {width:,} x {height:,} pixels could be a decompression bomb."
@@ -224,6 +234,11 @@ def _refuse_oversized(width: int, height: int) -> None:
 
 
 def _decode_by_pil(encoded_image: bytes) -> np.ndarray:
+    """Decode an image in any supported format to 8-bit RGB, uint8 [H, W, 3], with a white background.
+
+    Raises:
+        ValueError: If the image is broken or has 32-bit pixels.
+    """
     from PIL import Image, ImageOps
 
     image = open_image(encoded_image)
@@ -232,8 +247,9 @@ def _decode_by_pil(encoded_image: bytes) -> np.ndarray:
         image = ImageOps.exif_transpose(image)
         if has_16_bits:  # because convert("RGB") would clip values above 255 to white
             grey_16_bit = np.asarray(image)
+            # One grey value may stand for transparent pixels. Without such a value, -1 matches no pixel.
             is_transparent = grey_16_bit == image.info.get("transparency", -1)
-            # 255 * 257 = 65,535
+            # 255 * 257 = 65,535, so the division maps the 16-bit maximum to the 8-bit maximum
             grey_8_bit = np.where(is_transparent, 255, grey_16_bit // 257).astype(np.uint8)
             return np.repeat(grey_8_bit[:, :, None], 3, axis=2)
         if image.mode in ("I", "F"):
@@ -252,7 +268,10 @@ def _decode_by_pil(encoded_image: bytes) -> np.ndarray:
 
 
 def is_16_bit(image: "Image.Image") -> bool:
-    """Return True for 16-bit grey images. PIL opens 16-bit colour images with 8 bits per channel."""
+    """Return True for 16-bit grey images, which PIL opens in mode I;16 or, for PPM files, in mode I.
+
+    PIL opens 16-bit colour images with 8 bits per channel.
+    """
     return image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")
 
 
@@ -268,7 +287,7 @@ def open_image(content: bytes) -> "Image.Image":
     if not content:
         raise ValueError("the file is empty")
     allowed_formats = [format_name for format_name in EXTENSIONS_BY_FORMAT if format_name != "HEIF"]
-    if "HEIF" in EXTENSIONS_BY_FORMAT and content[4:8] == b"ftyp":
+    if "HEIF" in EXTENSIONS_BY_FORMAT and content[4:8] == b"ftyp":  # signature of HEIC and AVIF files
         _register_heif()
         allowed_formats.append("HEIF")
     elif content[4:11] in (b"ftyphei", b"ftyphev"):
@@ -291,6 +310,7 @@ def open_image(content: bytes) -> "Image.Image":
 
 @functools.cache
 def _register_heif() -> None:
+    """Make PIL able to open HEIC files. Only the first call in a process has an effect."""
     import pillow_heif
 
     pillow_heif.register_heif_opener()

@@ -21,6 +21,7 @@ WHOLE_FILE = -1  # length in EncodedImages.location() of an image that occupies 
 
 
 def save_labels(folder: Path, split: str, labels: Iterable[int] | np.ndarray) -> None:
+    """Write a split's labels to `<split>_labels.npy` in a cache folder, int64 [N]."""
     np.save(folder / f"{split}_labels.npy", np.asarray(labels, np.int64))
 
 
@@ -34,6 +35,13 @@ def save_images(
     <split>_items.bin    the concatenated bytes or paths of all images
     <split>_offsets.npy  int64 [N + 1], the start of each item and the end of the last item
     <split>_items.json   "root" (folder of the image files, or null) and "parts" (list of [table, rows])
+
+    Args:
+        folder: Cache folder of the data set.
+        split: Name of the split.
+        items: Encoded bytes of each image or, if `root` is not None, relative path of each image file.
+        root: Folder of the image files, or None to store image bytes.
+        tables: Name and row count of each table that contains the images, for messages.
     """
     item_offsets = array("q", [0])
     with open(folder / f"{split}_items.bin", "wb") as items_file:
@@ -60,6 +68,7 @@ class EncodedImages(ABC):
     """
 
     def __init__(self, count: int, ids_file: Path | None, open_file: io.FileIO | None = None):
+        # Id of the stored image at each index
         self.ids = range(count) if ids_file is None else np.load(ids_file)
         self.open_file = open_file
 
@@ -68,24 +77,28 @@ class EncodedImages(ABC):
 
     @abstractmethod
     def location(self, index: int) -> tuple[str, int, int]:
-        """Return image i's file, byte offset, and length (WHOLE_FILE for a whole file)."""
+        """Return the path of the file that contains an image, and the image's byte offset and length.
+
+        The length is WHOLE_FILE if the image occupies the whole file.
+        """
 
     @abstractmethod
     def display_name(self, index: int) -> str:
-        """Return the name shown for image i in messages."""
+        """Return the name that messages show for an image."""
 
     @retried
     def size(self, index: int) -> int:
-        """Return the length of `content(index)` in bytes."""
+        """Return an image's encoded size in bytes, without reading the image."""
         image_file, _, image_length = self.location(index)
         return os.path.getsize(image_file) if image_length == WHOLE_FILE else image_length
 
     @retried
     def content(self, index: int) -> bytes:
-        """Return the encoded bytes of image i, or raise an OSError that names the file."""
+        """Read an image's encoded bytes from disk, or raise an OSError that names the file."""
         image_file, byte_offset, image_length = self.location(index)
         try:
             if self.open_file:
+                # Threads share the open file, because pread does not use its file position.
                 return os.pread(self.open_file.fileno(), image_length, byte_offset)
             with open(image_file, "rb", buffering=0) as opened_file:
                 opened_file.seek(byte_offset)
@@ -119,26 +132,34 @@ class EncodedImages(ABC):
                 raise DamagedImage(damage)
             return pixels
         except ValueError as error:
+            # Add the image's name to the message, and keep the distinction between damaged and broken images.
             error_class = DamagedImage if isinstance(error, DamagedImage) else ValueError
             raise error_class(f"{self.display_name(index)}: {error}") from None
 
 
 class ArrayImages(EncodedImages):
-    """Decoded images in a cache file, uint8 [N, H, W, 3]."""
+    """Decoded images in a cache file, uint8 [N, H, W, 3].
+
+    Args:
+        array_file: Path of the cache file.
+        ids: Ids of the images to read, int64 [n], or None to read all images.
+    """
 
     def __init__(self, array_file: str, ids: np.ndarray | None):
         self.images = np.load(array_file, mmap_mode="r")
         super().__init__(len(self.images), None)
-        if ids is not None:
+        if ids is not None:  # the base class has selected all images
             self.ids = ids
 
     def location(self, index: int) -> tuple[str, int, int]:
+        """Return the array file for every image, because the images have no separate files."""
         return str(self.images.filename), 0, WHOLE_FILE
 
     def display_name(self, index: int) -> str:
         return f"image {self.ids[index]}"
 
     def decode(self, index: int, strict: bool = False) -> np.ndarray:
+        """Return a copy of an image's stored pixels. `strict` has no effect, because nothing is decoded."""
         return np.array(self.images[self.ids[index]])
 
 
@@ -146,25 +167,29 @@ class CachedImages(EncodedImages):
     """Images written by `save_images`. Messages identify an image by its file path or table row."""
 
     def __init__(self, folder: Path, split: str, ids_file: Path | None = None):
+        # asarray() returns a plain view of the mapped file, because indexing np.memmap takes 6 times as long.
         self.offsets = np.asarray(np.load(folder / f"{split}_offsets.npy", mmap_mode="r"))
         self.items_file = open(str(folder / f"{split}_items.bin"), "rb", buffering=0)  # noqa: SIM115
         item_origins = read_json(folder / f"{split}_items.json")
         self.image_root, self.tables = item_origins["root"], item_origins["parts"]
-        content_file = self.items_file if self.image_root is None else None
+        content_file = self.items_file if self.image_root is None else None  # None if the items are paths
         super().__init__(len(self.offsets) - 1, ids_file, content_file)
 
     def location(self, index: int) -> tuple[str, int, int]:
-        item_start, item_end = self.offsets[self.ids[index] :][:2].tolist()  # bytes of the image or its path
+        stored_id = self.ids[index]
+        # An item is an image's bytes or, with image_root, the path of an image file.
+        item_start, item_end = self.offsets[stored_id : stored_id + 2].tolist()
         if self.image_root is None:
             return self.items_file.name, item_start, item_end - item_start
         relative_path = os.pread(self.items_file.fileno(), item_end - item_start, item_start)
         return os.path.join(self.image_root, os.fsdecode(relative_path)), 0, WHOLE_FILE
 
     def display_name(self, index: int) -> str:
+        """Return the path of an image file, or the row and the name of the table that contains the image."""
         if self.image_root is not None:
             image_path, _, _ = self.location(index)
             return printable(image_path)
-        table_row = int(self.ids[index])
+        table_row = int(self.ids[index])  # row in the concatenation of all tables
         for table_name, row_count in self.tables:
             if table_row < row_count:
                 return f"row {table_row} of {table_name}"

@@ -23,8 +23,11 @@ class DuplicateImages:
     """
 
     def __init__(self, parts: Sequence[EncodedImages]):
-        self.parts, self.part_starts = parts, np.cumsum([0, *map(len, parts)])
-        sizes_bytes = np.concatenate([[part.size(i) for i in range(len(part))] for part in parts])
+        self.parts = parts
+        # Position of the first image of each part, followed by the total number of images
+        self.part_starts = np.cumsum([0, *map(len, parts)])
+        sizes_bytes = np.concatenate([[part.size(index) for index in range(len(part))] for part in parts])
+        # Images that share their size with another image are read and hashed
         _, size_numbers, size_counts = np.unique(sizes_bytes, return_inverse=True, return_counts=True)
         self.hashed_positions = np.flatnonzero(size_counts[size_numbers] > 1)
         positions = self.hashed_positions.tolist()
@@ -35,21 +38,21 @@ class DuplicateImages:
         """Return a warning for each evaluated split that contains training images.
 
         Args:
-            split_names: Names of the evaluated splits, in the order of `parts`.
+            split_names: Names of the evaluated splits, in the order of `parts`. Names that have no part, or
+                None, may follow.
         """
         warning_messages: list[str] = []
-        is_training = self.hashed_positions < self.part_starts[1]
+        is_training = self.hashed_positions < self.part_starts[1]  # the first part is the training split
         training_groups = self.group_numbers[is_training]
         evaluated_starts, evaluated_ends = self.part_starts[1:], self.part_starts[2:]
         for split_name, start, end in zip(split_names, evaluated_starts, evaluated_ends, strict=False):
             is_in_split = (start <= self.hashed_positions) & (self.hashed_positions < end)
             shared_indices = np.flatnonzero(is_in_split & np.isin(self.group_numbers, training_groups))
             if len(shared_indices):
-                has_same_bytes = self.group_numbers == self.group_numbers[shared_indices[0]]
-                training_copies = np.flatnonzero(is_training & has_same_bytes)
-                example_pair = (
-                    f"{self._display_name(shared_indices[0])} and {self._display_name(training_copies[0])}"
-                )
+                example_index = shared_indices[0]
+                is_example_copy = self.group_numbers == self.group_numbers[example_index]
+                training_copy = np.flatnonzero(is_training & is_example_copy)[0]
+                example_pair = f"{self._display_name(example_index)} and {self._display_name(training_copy)}"
                 warning_messages.append(
                     f"{len(shared_indices):,} of the {end - start:,} {split_name} images are also training"
                     f" images, for example {example_pair}. The measured accuracy will be too high."
@@ -65,6 +68,7 @@ class DuplicateImages:
             class_names: Class names in label order.
         """
         hashed_labels = labels[self.hashed_positions]
+        # Sorting by group and then by label puts different labels of the same group next to each other.
         sorted_indices = np.lexsort((hashed_labels, self.group_numbers))
         is_same_group = np.diff(self.group_numbers[sorted_indices]) == 0
         is_other_label = np.diff(hashed_labels[sorted_indices]) != 0
@@ -73,6 +77,7 @@ class DuplicateImages:
             return []
         conflicting_groups = self.group_numbers[sorted_indices[conflict_starts]]
         conflicting_count = np.isin(self.group_numbers, conflicting_groups).sum()
+        # Two neighbours with identical bytes and different labels
         first_conflict = sorted_indices[conflict_starts[0] : conflict_starts[0] + 2]
         example_pair = " and ".join(
             f"{self._display_name(hashed_index)} ({printable(class_names[hashed_labels[hashed_index]])})"
@@ -85,6 +90,7 @@ class DuplicateImages:
         ]
 
     def _read_content(self, image_position: int) -> bytes:
+        """Read the encoded bytes of the image at a position in the concatenation of all `parts`."""
         part_images, index_in_part = self._locate(image_position)
         return part_images.content(index_in_part)
 

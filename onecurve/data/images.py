@@ -100,7 +100,7 @@ class Images:
 def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluation_only: bool = False) -> Images:
     """Load recipe.data on all processes, and check that all processes have the same data.
 
-    Only one process per host prepares the data.
+    Only one process per host prepares the data. The main process prints a summary and warnings.
 
     Args:
         accelerator: Accelerator of this process.
@@ -111,7 +111,7 @@ def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluation_only: bool
     Raises:
         ValueError: If the data can't be used.
     """
-    now.enter(OPENING_DATA)
+    now.enter(OPENING_DATA)  # part of the run to which the following time is attributed
     prepare_images = partial(prepare_cache, recipe, is_evaluation_only=is_evaluation_only)
     prepared_data = once(accelerator, "data", prepare_images, recipe.timeout_s, per_host=True)
     # `prepared_data` is a list, not a PreparedData, if received as JSON from another process.
@@ -133,6 +133,7 @@ def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluation_only: bool
     if not isinstance(images.train, ArraySplit):  # decoders may differ in the last bits of pixels
         compared_facts["the decoder of JPEGs"] = "torchcodec" if torchcodec_decoder() else "PIL"
     agree(accelerator, compared_facts)
+    # For data with a single split, the summary does not name the split
     train_name = "training" if images.val is not images.train else ""
     labels_by_split = {train_name: train_labels, **evaluated_labels}
     accelerator.print(data_summary(recipe.data, labels_by_split, len(images.classes), ignored_files_note))
@@ -155,7 +156,8 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
     recipe = recipe or ImageRecipe()
     try:
         cache_metadata = read_json(folder / "meta.json")
-        split_parts, storage_format = _load_split_parts(folder), cache_metadata["kind"]
+        split_parts = _load_split_parts(folder)
+        storage_format = cache_metadata["kind"]
         array_parts = split_parts if storage_format == "array" else []
         # Mode "c" (copy-on-write) shares memory pages between processes and avoids torch's warning about
         # read-only arrays.
@@ -190,7 +192,10 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
 
 
 def _load_split_parts(cache_folder: Path) -> list[SplitPart]:
-    """Return the training part, the evaluation part and, with --holdout, the data's evaluation split."""
+    """Return all parts of a data set: the training images, followed by the images of each evaluated split.
+
+    With --holdout, the stored training split is divided into the first two parts.
+    """
     stored_splits = [
         SplitPart(split, np.load(cache_folder / f"{split}_labels.npy"), folder=cache_folder)
         for split in ALL_SPLITS
@@ -203,7 +208,8 @@ def _load_split_parts(cache_folder: Path) -> list[SplitPart]:
     train_split, *other_splits = stored_splits
     ids_files = [part_ids_path(cache_folder, part_name) for part_name in SPLITS]
     train_parts = [
-        SplitPart("train", train_split.labels[np.load(ids)], ids, cache_folder) for ids in ids_files
+        SplitPart("train", train_split.labels[np.load(ids_file)], ids_file, cache_folder)
+        for ids_file in ids_files
     ]
     return [*train_parts, *other_splits]
 
@@ -224,7 +230,9 @@ def _open_shards(
 
     manifest_file = cache_folder / MANIFEST
     manifest = parse_manifest(manifest_file.read_bytes(), str(manifest_file))
-    shard_cache, shard_store = None, manifest.s3_prefix or shard_location
+    # A local manifest of kind "in_place" may refer to shards in S3
+    shard_store = manifest.s3_prefix or shard_location
+    shard_cache = None
     if shard_store.startswith("s3://"):
         shards = tuple(shard for split in manifest.splits for shard in manifest.shards_in(split))
         shard_cache = ShardCache(cache_folder / "shards", shard_store, shards, int(recipe.cache_gib * 2**30))
@@ -234,6 +242,7 @@ def _open_shards(
     if not evaluated_parts:
         return [open_split(train_part, recipe, shard_cache)]
     evaluated_splits = [open_split(part, recipe, shard_cache) for part in evaluated_parts]
+    # Training leaves cache space for the first evaluated split, which is evaluated during training.
     return [open_split(train_part, recipe, shard_cache, evaluated_splits[0]), *evaluated_splits]
 
 
@@ -251,6 +260,7 @@ def data_summary(data_name: str, split_labels: SplitLabels, class_count: int, ig
         class_count: Number of classes.
         ignored_files_note: Description of the ignored files, including the reasons.
     """
+    # replace() removes the double space that an empty split name leaves
     phrases = [f"{len(labels):,} {split} images".replace("  ", " ") for split, labels in split_labels.items()]
     phrases.append(f"{class_count:,} {'class' if class_count == 1 else 'classes'}")
     ignored_suffix = f"; left out: {ignored_files_note}" if ignored_files_note else ""
@@ -260,7 +270,13 @@ def data_summary(data_name: str, split_labels: SplitLabels, class_count: int, ig
 def label_warnings(
     train_labels: np.ndarray, evaluated_labels: SplitLabels, class_names: Sequence[str]
 ) -> list[str]:
-    """Return a warning for each label property that makes the accuracy misleading."""
+    """Return a warning for imbalanced training classes, and for each split in which classes are absent.
+
+    Args:
+        train_labels: Labels of the training images, int64 [N].
+        evaluated_labels: Labels of each evaluated split, by split name.
+        class_names: Class names in label order.
+    """
     warning_messages = []
     class_counts = np.bincount(train_labels, minlength=len(class_names))
     smallest_class, largest_class = int(class_counts.argmin()), int(class_counts.argmax())
@@ -275,7 +291,7 @@ def label_warnings(
         )
     for split_name, labels in evaluated_labels.items():
         class_counts = np.bincount(labels, minlength=len(class_names))
-        counted_classes = zip(class_names, class_counts, strict=True)
-        if absent_classes := [class_name for class_name, image_count in counted_classes if not image_count]:
+        names_and_counts = zip(class_names, class_counts, strict=True)
+        if absent_classes := [class_name for class_name, image_count in names_and_counts if not image_count]:
             warning_messages.append(f"the {split_name} split contains no images of {some_of(absent_classes)}")
     return warning_messages

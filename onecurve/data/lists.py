@@ -78,35 +78,47 @@ def _refuse_files_with_several_labels(listed_images: list[ListedImage]) -> None:
     for image in listed_images:
         first_image = first_image_by_file.setdefault(os.path.normpath(image.file), image)
         if first_image.label != image.label:
-            _, _, first_line = first_image.position.rpartition(",")
+            _, _, first_line_phrase = first_image.position.rpartition(",")  # " line 3", for example
             raise ValueError(
                 f"{image.position}: {printable(image.file)} has the label {printable(image.label)},"
-                f" but{first_line} specifies {printable(first_image.label)}. {MULTI_LABEL_ADVICE}"
+                f" but{first_line_phrase} specifies {printable(first_image.label)}. {MULTI_LABEL_ADVICE}"
             )
 
 
 def _parse_rows(path: Path, flag_columns: Columns, default_split: str) -> Iterator[ListedImage]:
+    """Yield the rows of an image list, with paths as written in the list.
+
+    Args:
+        path: Path of the list file.
+        flag_columns: Columns that the flags specify. The image column may be a pattern such as
+            "train/{id}.jpg", which inserts the value of column `id` into a path.
+        default_split: Split of the rows that do not specify a split.
+
+    Raises:
+        ValueError: If the header or a row is invalid. The message names the line.
+    """
+    # "train/{id}.jpg" consists of a prefix, the column name and a suffix
     path_prefix, image_header, path_suffix = "", flag_columns.image or "", ""
     if pattern_match := re.fullmatch(r"(.*)\{(.+)\}(.*)", image_header):
         path_prefix, image_header, path_suffix = pattern_match.groups()
     label_header = (flag_columns.label or "").lower()
-    header_position = f"--data {path}: the first line"
+    header_phrase = f"--data {path}: the first line"  # start of the messages about the header
     with open(path, newline="", encoding="utf-8-sig") as list_file:
         is_json = path.suffix.lower() == ".jsonl"
         column_names, numbered_rows = _read_json_lines(path, list_file) if is_json else _read_csv(list_file)
         if default_split == "test" and {*column_names}.isdisjoint((*LABEL_COLUMNS, label_header)):
-            return
+            return  # the test images have no labels
         image_column = choose_column(
-            column_names, "image", image_header.lower(), FILE_COLUMNS, [], header_position
+            column_names, "image", image_header.lower(), FILE_COLUMNS, [], header_phrase
         )
-        label_column = choose_column(column_names, "label", label_header, LABEL_COLUMNS, [], header_position)
+        label_column = choose_column(column_names, "label", label_header, LABEL_COLUMNS, [], header_phrase)
         for line_number, row in numbered_rows:
             row_position = f"--data {path}, line {line_number}"
             image_path, label = row.get(image_column), row.get(label_column)
             if not image_path or not label:
                 empty_column = label_column if image_path else image_column
                 raise ValueError(f"{row_position} contains no value for column {empty_column}")
-            if is_json and label.startswith("["):
+            if is_json and label.startswith("["):  # _read_json_lines() converts a list to JSON text
                 list_problem = f"the value of column {label_column} is a list"
                 raise ValueError(f"{row_position}: {list_problem}. {MULTI_LABEL_ADVICE}")
             split = (row.get("split", default_split) or "").strip().lower()
@@ -123,7 +135,10 @@ NumberedRows = Iterator[tuple[int, dict[str, str]]]  # line number, and values b
 
 
 def _read_csv(list_file: TextIO) -> tuple[list[str], NumberedRows]:
-    """Return the column names and rows of a CSV or TSV file."""
+    """Return the lower-case column names and the rows of a CSV or TSV file.
+
+    The rows are read from `list_file` when the caller iterates over them.
+    """
     header_line = list_file.readline()
     list_file.seek(0)
     csv_reader = csv.DictReader(list_file, delimiter=max(CSV_DELIMITERS, key=header_line.count))
@@ -132,7 +147,10 @@ def _read_csv(list_file: TextIO) -> tuple[list[str], NumberedRows]:
 
 
 def _read_json_lines(list_path: Path, list_file: TextIO) -> tuple[list[str], NumberedRows]:
-    """Return the column names and rows of a JSON Lines file. Values other than strings become JSON text."""
+    """Return the lower-case column names and the rows of a JSON Lines file.
+
+    Values other than strings become JSON text, and null values are left out.
+    """
     numbered_rows = []
     for line_number, json_line in enumerate(list_file, 1):
         if not json_line.strip():
@@ -145,7 +163,8 @@ def _read_json_lines(list_path: Path, list_file: TextIO) -> tuple[list[str], Num
         except (ValueError, AttributeError):
             raise ValueError(f"--data {list_path}, line {line_number} is not a JSON object") from None
         numbered_rows.append((line_number, row))
-    column_names = dict.fromkeys(column_name for _, row in numbered_rows for column_name in row)
+    # A dict keeps the distinct names in the order of their first occurrence
+    column_names = dict.fromkeys(column_name for _line, row in numbered_rows for column_name in row)
     return list(column_names), iter(numbered_rows)
 
 
@@ -160,6 +179,7 @@ def _find_prefix_and_extension(list_folder: Path, listed_path: str) -> tuple[str
 
     if exists(listed_path):
         return "", ""
+    # Only the folders next to the list and the usual file extensions are tried
     folder_prefixes = ["", *(f"{folder_name}/" for folder_name in folder_names(list_folder))]
     candidates = itertools.product(folder_prefixes, ("", *IMAGE_EXTENSIONS))
     affixes = [(prefix, ending) for prefix, ending in candidates if exists(f"{prefix}{listed_path}{ending}")]

@@ -24,12 +24,16 @@ def names_file_name(split: str) -> str:
 
 
 def save_names(folder: Path, split: str, names: Iterable[str]) -> None:
+    """Write the names of a split's images to the split's names file."""
     with open(folder / names_file_name(split), "wb") as names_stream:
         names_stream.writelines(map(_encoded_line, names))
 
 
 def save_names_on_read(images: Iterable[tuple[bytes, str]], folder: Path, split: str) -> Iterator[bytes]:
-    """Yield the content of each (content, name) pair, and write the name to the split's names file."""
+    """Yield the bytes of each (bytes, name) pair, and write the name to the split's names file.
+
+    The names file is complete once the caller has consumed all images.
+    """
     with open(folder / names_file_name(split), "wb") as names_stream:
         for image_bytes, image_name in images:
             names_stream.write(_encoded_line(image_name))
@@ -40,14 +44,22 @@ class CollectedNames:
     """Image names, collected in reading order. A name occupies its length plus 8 bytes of memory."""
 
     def __init__(self) -> None:
-        self.encoded_lines, self.line_ends = bytearray(), array("q", [0])
+        self.encoded_lines = bytearray()
+        self.line_ends = array("q", [0])  # end of each line in encoded_lines; the first line starts at 0
 
     def add(self, name: str) -> None:
+        """Append the name of the next image in reading order."""
         self.encoded_lines += _encoded_line(name)
         self.line_ends.append(len(self.encoded_lines))
 
     def write(self, folder: Path, split: str, reading_positions: np.ndarray) -> None:
-        """Write the names in index order. `reading_positions` contains each image's position, int64 [N]."""
+        """Write the names to the split's names file in index order.
+
+        Args:
+            folder: Folder in which the names file is created.
+            split: Name of the split.
+            reading_positions: Position of each image in reading order, int64 [N], in index order.
+        """
         ordered_name_lines = BytesIO()
         for reading_position in reading_positions.tolist():
             name_start, name_end = self.line_ends[reading_position], self.line_ends[reading_position + 1]
@@ -82,15 +94,17 @@ def read_names(names_content: np.ndarray | bytes, image_count: int, file_locatio
 
 
 def open_names(names_path: Path, image_count: int) -> NameLookup:
-    """Return a function that maps image indices to names. For a missing file, all names are empty."""
+    """Return a function that maps image indices to names, or to "" if the file is missing or empty."""
     if not names_path.exists() or not names_path.stat().st_size:
         return without_names
     return read_names(np.memmap(names_path, np.uint8, "r"), image_count, str(names_path))
 
 
 def without_names(_image_index: int) -> str:
+    """Return "" for every image. This function is the NameLookup for images without names."""
     return ""
 
 
 def _encoded_line(image_name: str) -> bytes:
+    """Return a name's line in a names file. A line break in the name is escaped."""
     return f"{printable(image_name)}\n".encode()

@@ -67,18 +67,22 @@ class ShardCache:
                 " Increase --cache_gib, or prepare smaller shards"
             )
         self.cache_folder, self.store, self.limit_bytes = cache_folder, ObjectStore(url), limit_bytes
-        self.reserved_bytes = 0  # total number of bytes that this process's prefetchers have reserved
+        self.reserved_bytes = 0  # part of limit_bytes that this process's prefetchers have reserved
         self.shards_by_key = {shard.file: shard for shard in shards}
         self.lock_folder = cache_folder / "locks"
         self.lock_folder.mkdir(parents=True, exist_ok=True)
         allow_open_files(len(shards) + MAX_OTHER_OPEN_FILES)  # because each held lock is an open file
 
     def shard_path(self, shard_key: str) -> Path:
+        """Return the path of a shard in the cache. The file exists only while the shard is cached."""
         return self.cache_folder / quote(shard_key, safe="")  # because a key may contain slashes
 
     @contextmanager
     def reserve_share(self, unreserved_bytes: float) -> Iterator[int]:
-        """Reserve this process's free share of the cache, minus unreserved_bytes. Yield the size in bytes."""
+        """Reserve this process's free share of the cache, minus unreserved_bytes. Yield the size in bytes.
+
+        The reservation only changes a counter, so that several prefetchers of this process divide its share.
+        """
         share_bytes = int(self.limit_bytes / processes_per_host() - self.reserved_bytes - unreserved_bytes)
         self.reserved_bytes += share_bytes
         try:
@@ -106,6 +110,7 @@ class ShardCache:
                 self._wait_for_lock(lock_fd, fcntl.LOCK_EX, stop_event)
                 if not self.shard_path(shard_key).exists():  # another process may have fetched the shard
                     self._fetch_shard(self.shards_by_key[shard_key], stop_event)
+                # The loop returns to the shared lock, so that other processes can read the shard.
         except BaseException as error:
             if lock_fd is not None:
                 os.close(lock_fd)
@@ -118,21 +123,24 @@ class ShardCache:
             raise ValueError(f"{shard_key} from {self.store.url} {store_problem}. {store_advice}") from error
 
     def release_shard(self, shard_key: str, lock_fd: int) -> None:
+        """Release a shard's lock, so that the shard may be removed, and record the time of its last use."""
         with suppress(OSError):
             os.utime(self.shard_path(shard_key))  # the modification time records the last use
-        os.close(lock_fd)
+        os.close(lock_fd)  # also releases the lock
 
     def _open_lock_file(self, shard_key: str) -> int:
+        """Open a shard's lock file, which is created if necessary, and return the file descriptor."""
         return os.open(self.lock_folder / self.shard_path(shard_key).name, os.O_RDWR | os.O_CREAT, 0o666)
 
     def _wait_for_lock(self, lock_fd: int, lock_operation: int, stop_event: threading.Event) -> None:
+        """Wait for a LOCK_SH or LOCK_EX lock on a shard, or raise _ReaderStopped after stop_event is set."""
         while not try_lock(lock_fd, lock_operation):
             if stop_event.wait(POLL_S):
                 raise _ReaderStopped
 
     @contextmanager
     def _lock_if_unused(self, shard_key: str) -> Iterator[bool]:
-        """Try to lock a shard exclusively, and yield True unless another process holds the lock."""
+        """Try to lock a shard exclusively. Yield True, or False if a reader or fetcher holds the lock."""
         lock_fd = self._open_lock_file(shard_key)
         try:
             yield try_lock(lock_fd)
@@ -164,6 +172,7 @@ class ShardCache:
         """Free space for a shard, and reserve it with a .part file. The caller must hold the lock."""
         free_space_deadline_s = time.monotonic() + FREE_SPACE_TIMEOUT_S
         while True:
+            # Only one process at a time frees space, so that two processes do not use the same free space.
             with open(self.lock_folder / ".room", "w") as room_lock_file:
                 fcntl.flock(room_lock_file, fcntl.LOCK_EX)
                 if self._remove_shards_until(self.limit_bytes - shard.bytes, shard.file):
@@ -179,8 +188,7 @@ class ShardCache:
                 raise _ReaderStopped
 
     def _remove_shards_until(self, remaining_limit_bytes: int, excluded_shard_key: str) -> bool:
-        """Remove leftover .part files, and then the least recently used shards until the remaining shards
-        fit.
+        """Remove leftover .part files, and the least recently used shards until the remaining shards fit.
 
         Args:
             remaining_limit_bytes: Maximum total size of the remaining shards in bytes.
@@ -189,7 +197,8 @@ class ShardCache:
         Returns:
             True if the remaining shards fit.
         """
-        cached_bytes, shard_keys_by_last_use = 0, list[tuple[int, str]]()
+        cached_bytes = 0
+        shard_keys_by_last_use = list[tuple[int, str]]()
         for cached_file in os.scandir(self.cache_folder):
             shard_key = unquote(cached_file.name.removesuffix(".part"))
             if shard_key not in self.shards_by_key or shard_key == excluded_shard_key:
@@ -215,11 +224,15 @@ class ShardCache:
 
 @dataclass
 class _ReservedShard:
+    """Shard that a prefetcher holds or fetches."""
+
     lock_future: Future[int]  # descriptor returned by ShardCache.hold_shard
     pending_uses: int = 0  # number of micro-batches that still need the shard
 
 
 class _PrefetchedItem(NamedTuple):
+    """Item of the plan with its shards, which may still be downloading."""
+
     plan_item: PlanItem
     shard_keys: set[str]  # keys of the shards that contain the item's samples
 
@@ -250,18 +263,19 @@ class ShardPrefetcher:
     ):
         self.plan, self.shard_keys_of, self.cache = plan, shard_keys_of, cache
         self.budget_bytes, self.max_items_in_flight = budget_bytes, max_items_in_flight
-        self.reserved_shards: dict[str, _ReservedShard] = {}
+        self.reserved_shards: dict[str, _ReservedShard] = {}  # held or fetched shards, by key
         self.prefetched_items: deque[_PrefetchedItem] = deque()  # items that have not been yielded yet
         self.shard_keys_in_flight: deque[set[str]] = deque()  # shards of the items that the reader processes
-        self.is_reader_waiting = False
+        self.is_reader_waiting = False  # whether __iter__() is waiting for an item
         self.has_prefetching_ended = False  # whether the prefetching thread has ended
         self.prefetching_error: BaseException | None = None  # exception that ended the prefetching thread
         self.stop_event, self.state_condition = threading.Event(), threading.Condition()
         self.download_pool = ThreadPoolExecutor(MAX_CONCURRENT_DOWNLOADS)
+        # From here on, state_condition protects the state that the thread and the reader share.
         threading.Thread(target=self._prefetch_items, daemon=True).start()
 
     def __iter__(self) -> Iterator[PlanItem]:
-        """Yield the items of the plan in order.
+        """Yield the items of the plan in order, each once its shards are on this host.
 
         Raises:
             ValueError: If a shard can't be fetched.
@@ -270,6 +284,7 @@ class ShardPrefetcher:
         while True:
             with self.state_condition:
                 if len(self.shard_keys_in_flight) == self.max_items_in_flight:
+                    # By requesting another item, the reader shows that it has finished its oldest item.
                     self._end_shard_uses(self.shard_keys_in_flight.popleft())
                 self.is_reader_waiting = True
                 self.state_condition.notify_all()
@@ -277,7 +292,7 @@ class ShardPrefetcher:
                     self.state_condition.wait(STOP_CHECK_S)
                     _raise_preempted_if_alone()
                 self.is_reader_waiting = False
-                if not self.prefetched_items:
+                if not self.prefetched_items:  # the thread has reached the end of the plan or failed
                     break
                 plan_item, shard_keys = self.prefetched_items.popleft()
                 self.shard_keys_in_flight.append(shard_keys)
@@ -288,12 +303,14 @@ class ShardPrefetcher:
             raise self.prefetching_error
 
     def _add_shard_use(self, shard_key: str) -> None:
+        """Count a use of a shard by one item. The first use starts a download unless the shard is cached."""
         if shard_key not in self.reserved_shards:
             lock_future = self.download_pool.submit(self.cache.hold_shard, shard_key, self.stop_event)
             self.reserved_shards[shard_key] = _ReservedShard(lock_future)
         self.reserved_shards[shard_key].pending_uses += 1
 
     def _end_shard_uses(self, shard_keys: set[str]) -> None:
+        """End one use of each shard, and release the shards that no other item needs."""
         for shard_key in shard_keys:
             reserved_shard = self.reserved_shards[shard_key]
             reserved_shard.pending_uses -= 1
@@ -313,6 +330,7 @@ class ShardPrefetcher:
         self.download_pool.shutdown(wait=False)
 
     def _release_after_close(self, shard_key: str, lock_future: Future[int]) -> None:
+        """Release a shard when its lock future is done, unless the lock was not acquired."""
         if not lock_future.cancelled() and not lock_future.exception():
             self.cache.release_shard(shard_key, lock_future.result())
 
@@ -330,7 +348,7 @@ class ShardPrefetcher:
                 return
             _raise_preempted_if_alone()
             if time.monotonic() > next_message_s:
-                next_message_s = time.monotonic() + 3 * WAIT_MESSAGE_DELAY_S
+                next_message_s = time.monotonic() + 3 * WAIT_MESSAGE_DELAY_S  # less often than the first time
                 missing_shard_keys = [
                     shard_key
                     for shard_key, lock_future in lock_future_by_key.items()
@@ -342,6 +360,7 @@ class ShardPrefetcher:
                 )
 
     def _prefetch_items(self) -> None:
+        """Reserve the shards of one item after another, within the budget. Runs in a background thread."""
         try:
             for epoch, sample_ids in self.plan:
                 shard_keys = self.shard_keys_of(sample_ids)
@@ -354,7 +373,7 @@ class ShardPrefetcher:
                     self.prefetched_items.append(_PrefetchedItem((epoch, sample_ids), shard_keys))
                     self.state_condition.notify_all()
         except BaseException as error:
-            self.prefetching_error = error
+            self.prefetching_error = error  # __iter__() raises the error in the reader's thread
         finally:
             with self.state_condition:
                 self.has_prefetching_ended = True
@@ -364,7 +383,7 @@ class ShardPrefetcher:
         """Return True if these shards may be held in addition to those already held.
 
         The shards must fit into the budget unless the reader is waiting for them, because a waiting reader
-        releases no shards. After `stop_event` is set, the result is always True.
+        releases no shards. After `stop_event` is set, the result is always True, so that the thread can end.
         """
         if self.stop_event.is_set() or (self.is_reader_waiting and not self.prefetched_items):
             return True

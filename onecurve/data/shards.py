@@ -51,12 +51,16 @@ UNFINISHED_ADVICE = (
 
 
 class ClassName(TypedDict):
+    """Entry of "classes" in manifest.json."""
+
     name: str  # class name, which may occur more than once
     wnid: str  # WordNet id, which is unique
 
 
 @dataclass(frozen=True)
 class Shard:
+    """Tar file that contains images of one split, as described in manifest.json."""
+
     file: str  # file name or, unless the kind is "shards", absolute path or s3://bucket/key
     bytes: int  # size of the tar file
     images: int  # number of images
@@ -65,6 +69,8 @@ class Shard:
 
 @dataclass(frozen=True)
 class SplitManifest:
+    """Entry of "splits" in manifest.json."""
+
     images: int  # number of images
     index_sha256: str  # SHA-256 of the split's index file
     shards: tuple[Shard, ...]
@@ -72,6 +78,8 @@ class SplitManifest:
 
 @dataclass(frozen=True)
 class ShardManifest:
+    """Parsed content of manifest.json."""
+
     kind: str  # "shards", "index" or "in_place"
     name: str  # name of the data set
     classes: tuple[str, ...]  # class names in label order; duplicate names include the WordNet id
@@ -89,7 +97,8 @@ class ShardManifest:
 
     def shards_in(self, split: str) -> tuple[Shard, ...]:
         """Return the shards of a split. For shards in S3, the file names are keys relative to `s3_prefix`."""
-        store_prefix, split_shards = f"{self.s3_prefix}/", self.splits[split].shards
+        store_prefix = f"{self.s3_prefix}/" if self.s3_prefix else ""
+        split_shards = self.splits[split].shards
         return tuple(replace(shard, file=shard.file.removeprefix(store_prefix)) for shard in split_shards)
 
 
@@ -107,6 +116,8 @@ def index_file_name(split: str) -> str:
 
 def find_local_manifest(folder: Path) -> ShardManifest | None:
     """Return the manifest of a folder that contains prepared data, or None for any other folder.
+
+    The function also checks the size of each shard on this host.
 
     Raises:
         ValueError: If the manifest is missing or damaged, or if a shard is missing or has an unexpected size.
@@ -131,6 +142,7 @@ def _is_prepared_file(file_name: str) -> bool:
 
 
 def _check_shard_size(shard_path: Path, expected_bytes: int) -> None:
+    """Raise ValueError if a shard can't be read or does not have the size that the manifest specifies."""
     try:
         actual_bytes = shard_path.stat().st_size
     except OSError as error:
@@ -165,7 +177,7 @@ def find_stored_manifest(store: ObjectStore) -> tuple[ShardManifest, bytes]:
 
 
 def parse_manifest(manifest_bytes: bytes, manifest_location: str) -> ShardManifest:
-    """Parse a manifest.
+    """Parse and check a manifest. The manifest's source is not trusted.
 
     Args:
         manifest_bytes: Content of the manifest file.
@@ -220,7 +232,8 @@ def _first_invalid_value(manifest: ShardManifest) -> str | None:
     """Return a description of the first invalid value, or None for a valid manifest."""
     if manifest.kind not in ("shards", "index", "in_place"):
         return f"kind {_escape_value(manifest.kind)}"
-    is_prepared, seen_shard_files, seen_buckets = manifest.kind == "shards", set[str](), set[str]()
+    is_prepared = manifest.kind == "shards"
+    seen_shard_files, seen_buckets = set[str](), set[str]()
     for split_manifest in manifest.splits.values():
         if not 0 < split_manifest.images == sum(shard.images for shard in split_manifest.shards):
             return f"images {split_manifest.images}, which differs from the sum over the split's shards"
@@ -233,11 +246,13 @@ def _first_invalid_value(manifest: ShardManifest) -> str | None:
             else:
                 has_valid_name = is_in_s3 or os.path.isabs(shard.file)
             has_valid_hash = not (is_prepared or is_in_s3) or SHA256_PATTERN.fullmatch(shard.sha256 or "")
+            # Only an "index" manifest may list the same archive twice
             is_new_shard = manifest.kind == "index" or shard.file not in seen_shard_files
             has_valid_sizes = shard.bytes >= 0 and shard.images >= 0
             if not (has_valid_name and has_valid_hash and is_new_shard and has_valid_sizes):
                 return f"shard {_escape_value(shard.file)}"
             seen_shard_files.add(shard.file)
+            # s3://BUCKET/KEY; "" stands for this host
             seen_buckets.add(shard.file.split("/")[2] if is_in_s3 else "")
     if manifest.kind == "in_place" and len(seen_buckets) > 1:
         return "shards, which are in several buckets, or both in a bucket and on this host"
@@ -259,7 +274,7 @@ def _class_names(class_entries: list[ClassName]) -> tuple[str, ...]:
 
 
 def parse_shard_index(index_bytes: bytes, manifest: ShardManifest, split: str, location: str) -> np.ndarray:
-    """Parse the index of a split.
+    """Parse and check the index of a split. The index's source is not trusted.
 
     Args:
         index_bytes: Content of the index file.
@@ -329,7 +344,9 @@ class ShardImages(EncodedImages):
 
     def __init__(self, index_path: Path, shard_paths: tuple[str, ...], ids_file: Path | None = None):
         self.shard_paths = shard_paths
-        self.index_rows = np.asarray(np.load(index_path, mmap_mode="r"))  # int64 [N, 4]
+        # Index of the whole split, int64 [N, 4]. asarray() returns a plain view of the memory-mapped file,
+        # because indexing np.memmap takes 6 times as long.
+        self.index_rows = np.asarray(np.load(index_path, mmap_mode="r"))
         super().__init__(len(self.index_rows), ids_file)
 
     def location(self, index: int) -> tuple[str, int, int]:
@@ -337,14 +354,14 @@ class ShardImages(EncodedImages):
         return self.shard_paths[shard_index], byte_offset, byte_length
 
     def display_name(self, index: int) -> str:
-        """Return image i's shard and byte offset, and its key if a tar header precedes the image."""
+        """Return an image's shard and byte offset, and its key if a tar header precedes the image."""
         shard_path, byte_offset, _byte_length = self.location(index)
         member_name = self.name(index)
         key_text = f", key {os.path.splitext(member_name)[0]}" if member_name else ""
         return printable(f"{shard_path}, offset {byte_offset}{key_text}")
 
     def name(self, index: int) -> str:
-        """Return the member name in the tar header before image i, or "" if there is no such header."""
+        """Read the member name from the tar header before an image, or return "" if there is no header."""
         shard_path, byte_offset, _byte_length = self.location(index)
         with open(shard_path, "rb", buffering=0) as shard_file:
             tar_header = os.pread(shard_file.fileno(), TAR_HEADER_BYTES, byte_offset - TAR_HEADER_BYTES)

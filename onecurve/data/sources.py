@@ -133,12 +133,16 @@ def _with_holdout(source: Source, data_flag: str, holdout: float | str) -> Sourc
             f" and a {source.test_name} split for the final evaluation. Remove --holdout"
         )
     source = replace(source, holdout=holdout, val_name="holdout", test_name=source.val_name)
-    if is_holdout_fold:
+    if is_holdout_fold:  # a fold is not part of the content key, which is the same for all folds
         return replace(source, fold_key=f" fold {holdout_text}")
     return replace(source, hashes=(*source.hashes, f"holdout {holdout_text}"))
 
 
 def _locate_source(data_flag: str, beat: Heartbeat, columns: Columns) -> Source:
+    """Return the source for a value of `--data`. A data set on the Hub is downloaded.
+
+    If check_inputs() has already started to list the same files, this function waits for that listing.
+    """
     if data_flag == "digits":
         return Source(data_flag, (), _write_digits, mirror=False)  # because a mirrored 2 is not a 2
     if data_flag == "synthetic":
@@ -156,7 +160,7 @@ def check_inputs(recipe: ImageRecipe) -> int:
     A background thread lists the data's files, and the next find_source() call uses this listing.
 
     Returns:
-        Always 0.
+        Exit status 0 for run_command(), which reports errors.
 
     Raises:
         ValueError: If the weights do not exist, or if the finished listing shows that the data can't be used.
@@ -170,12 +174,17 @@ def check_inputs(recipe: ImageRecipe) -> int:
         if wait([listing_future], LISTING_WAIT_S).done:
             with suppress(OSError):  # the next find_source() call will report this error
                 find_source(recipe, lambda: None)  # removes the future from _listing_futures
-            _listing_futures[recipe.data, columns] = listing_future
+            _listing_futures[recipe.data, columns] = listing_future  # for the next find_source() call
     return 0
 
 
 @retried
 def _find_files(data_flag: str, columns: Columns) -> Source:
+    """Return the source for a path or S3 URL, according to the first data format that matches.
+
+    A folder may contain prepared or indexed shards, data saved by `datasets`, parquet files, image lists or
+    class folders. The formats are tried in this order. No images are read.
+    """
     from onecurve.data import shards
 
     if data_flag.startswith("s3://"):
@@ -210,10 +219,10 @@ def _find_files(data_flag: str, columns: Columns) -> Source:
 
 
 def _write_digits(cache_folder: Path, beat: Heartbeat) -> tuple[str, ...]:
-    """Write scikit-learn's 1,797 digits (8x8, 0 to 16) as 32x32 uint8 images. Hold out 36 images per class.
+    """Write scikit-learn's 1,797 digits (8x8, 0 to 16) as 32x32 uint8 images, and return the class names.
 
-    The held-out images are the same on every machine, because NumPy guarantees that the random stream of
-    RandomState never changes (NEP 19).
+    The val split consists of 36 held-out images per class. These images are the same on every machine,
+    because NumPy guarantees that the random stream of RandomState never changes (NEP 19).
     """
 
     def load_digit_images() -> tuple[np.ndarray, np.ndarray]:
@@ -221,7 +230,7 @@ def _write_digits(cache_folder: Path, beat: Heartbeat) -> tuple[str, ...]:
         from sklearn.datasets import load_digits
 
         digit_data = load_digits()
-        small_images = np.round(digit_data.images * (255 / 16)).astype(np.uint8)
+        small_images = np.round(digit_data.images * (255 / 16)).astype(np.uint8)  # 16 becomes white
         large_images = [
             np.asarray(Image.fromarray(pixels).resize((32, 32), Image.Resampling.BILINEAR))
             for pixels in small_images
@@ -240,7 +249,11 @@ def _write_digits(cache_folder: Path, beat: Heartbeat) -> tuple[str, ...]:
 
 
 def _write_synthetic(cache_folder: Path, beat: Heartbeat) -> tuple[str, ...]:
-    """Write 4,096 training and 1,024 val images, each 32x32 with noise and its class's 4x4 colour pattern."""
+    """Write synthetic training and val images to a cache folder, and return the class names.
+
+    Each of the 4,096 training and 1,024 val images consists of noise and its class's 4x4 colour pattern,
+    enlarged to 32x32 pixels.
+    """
     random_generator = np.random.RandomState(0)
     class_patterns = random_generator.randint(64, 192, (10, 4, 4, 3)).repeat(8, axis=1).repeat(8, axis=2)
     for split, image_count in zip(SPLITS, (4096, 1024), strict=True):
@@ -257,7 +270,11 @@ def _write_synthetic(cache_folder: Path, beat: Heartbeat) -> tuple[str, ...]:
 
 
 def _find_stored_shards(shards_url: str) -> Source:
-    """Find prepared or indexed shards under an S3 prefix. Shards are downloaded when needed."""
+    """Return the source for prepared or indexed shards in S3. Only the manifest is read now.
+
+    Args:
+        shards_url: S3 prefix that contains the manifest, s3://bucket/prefix.
+    """
     from onecurve.data import shards
     from onecurve.system.s3 import ObjectStore
 
@@ -286,6 +303,7 @@ def _shard_source(manifest: "ShardManifest", location: str, read_file: Callable[
     from onecurve.data import shards
 
     def write(cache_folder: Path, beat: Heartbeat) -> tuple[str, ...]:
+        # Only the manifest, indices and labels are copied. The images stay in the shards.
         (cache_folder / shards.MANIFEST).write_bytes(read_file(shards.MANIFEST))
         for split in manifest.splits:
             index_file_name = shards.index_file_name(split)
@@ -305,6 +323,7 @@ def _shard_source(manifest: "ShardManifest", location: str, read_file: Callable[
 
 
 def _lone_table_source(table_path: Path, columns: Columns) -> Source:
+    """Return the source for an image list, or for a parquet file whose rows are all training images."""
     if table_path.suffix.lower() in class_folders.LIST_EXTENSIONS:
         from onecurve.data.lists import read_list
 
@@ -316,6 +335,14 @@ def _lone_table_source(table_path: Path, columns: Columns) -> Source:
 def _table_files_source(
     root: Path, files_by_split: dict[str, list[Path]], file_name_format: str, columns: Columns
 ) -> Source:
+    """Return the source for local parquet files or Arrow streams.
+
+    Args:
+        root: Data folder, or the only table file.
+        files_by_split: Table files of each split, by split name.
+        file_name_format: Format string for a file's name in the cache key, as in `_table_source`.
+        columns: Columns that the flags specify.
+    """
     tables_by_split = {
         split: [Table(str(table_path), table_path) for table_path in table_paths]
         for split, table_paths in files_by_split.items()
@@ -324,6 +351,7 @@ def _table_files_source(
 
 
 def _hub_source(data_flag: str, data_set_by_split: dict[str, Any], columns: Columns) -> Source:
+    """Return the source for data sets from `load_from_hub`, whose files are in the cache of `datasets`."""
     data_name = data_flag.removeprefix("hub:")
     tables_by_split, files_by_split = {}, {}
     for split, data_set in data_set_by_split.items():
@@ -370,14 +398,14 @@ def _table_source(
         lambda cache_folder, beat: write_tables(tables_by_role, columns, cache_folder, beat),
         VAL_NAMES.get(split_by_role.get("val", "")),
         split_by_role.get("test"),
-        hashes=(f"columns {list(columns)}",) if any(columns) else (),
+        hashes=(f"columns {list(columns)}",) if any(columns) else (),  # different columns are different data
         is_table=True,
         ignored_files_note=", ".join(_unused_split_notes(display_names, split_by_role)),
     )
 
 
 def _unused_split_notes(display_names: dict[str, str], split_by_role: dict[str, str]) -> list[str]:
-    """Return a note about each unused split.
+    """Return a note for each split that is not read, for example "valid/ (val/ is used instead)".
 
     Args:
         display_names: Displayed name of each split, by split name.
@@ -392,7 +420,7 @@ def _unused_split_notes(display_names: dict[str, str], split_by_role: dict[str, 
 
 
 def find_class_folders(root: Path) -> Source:
-    """Find the images in class folders, with or without split folders."""
+    """Return the source for class folders, with or without split folders. Only listings are read."""
     ignored_files = IgnoredFiles()
     folder_by_split, classes_by_split = class_folders.list_splits(root, ignored_files)
     split_by_role = used_splits(classes_by_split)
@@ -414,15 +442,23 @@ def find_class_folders(root: Path) -> Source:
     source = _file_source(root.name, root, train_classes, images_by_role, split_by_role, ignored_files_note)
     if len(train_classes) > 1 or folder_by_split["train"]:
         return source
+    # A single class can be evaluated, but not trained.
     (only_class,) = train_classes
     image_paths = classes_by_split["train"][only_class]
     return replace(source, training_problem=class_folders.training_problem(root, only_class, image_paths))
 
 
 def _find_listed_images(data_folder: Path, list_by_split: dict[str, Path], columns: Columns) -> Source:
-    """Find the images listed in the split folders' image lists."""
+    """Return the source for image lists in split folders, such as train/metadata.csv.
+
+    Args:
+        data_folder: Folder that contains the split folders.
+        list_by_split: Image list of each split, by split name.
+        columns: Columns that the flags specify.
+    """
     from onecurve.data.lists import read_list
 
+    # Paths in a list are relative to the split folder. The source needs paths relative to the data folder.
     listed_images = [
         listed_image._replace(file=os.path.join(list_path.parent.name, listed_image.file))
         for split, list_path in list_by_split.items()
@@ -461,9 +497,10 @@ def _list_source(data_name: str, root: Path, data_path: Path, listed_images: "li
         refuse_unknown_classes(f"--data {data_path}", split, split_classes, train_classes)
     display_names = {split: split for split in ("train", *VAL_NAMES) if split in listed_splits}
     ignored_files_note = ", ".join(_unused_split_notes(display_names, split_by_role))
-    has_numeric_classes = all(map(str.isdecimal, train_classes))
+    has_numeric_classes = all(map(str.isdecimal, train_classes))  # sorted by value: class 10 follows class 9
     class_names = sorted(train_classes, key=int if has_numeric_classes else str)
     source = _file_source(data_name, root, class_names, images_by_role, split_by_role, ignored_files_note)
+    # The cache key includes the labels, because the same files may have different labels in another list.
     return replace(source, hashes=(repr(images_by_role),), is_table=True)
 
 
@@ -475,7 +512,7 @@ def _file_source(
     split_by_role: dict[str, str],
     ignored_files_note: str,
 ) -> Source:
-    """Return the source for image files.
+    """Return the source for image files. Its `write` stores the paths, names and labels, but no pixels.
 
     Args:
         data_name: Name of the data set.
@@ -500,7 +537,8 @@ def _file_source(
     named_files = tuple(
         (image_path, root / image_path) for images in images_by_role.values() for _, image_path in images
     )
-    val_name, test_name = VAL_NAMES.get(split_by_role.get("val", "")), split_by_role.get("test")
+    val_name = VAL_NAMES.get(split_by_role.get("val", ""))
+    test_name = split_by_role.get("test")
     return Source(
         data_name, named_files, write, val_name, test_name, root=root, ignored_files_note=ignored_files_note
     )

@@ -111,7 +111,7 @@ def held_out_mask(labels: np.ndarray, holdout: float | str) -> np.ndarray:
                 " and more than one image in each class. The training split contains"
                 f" {image_count:,} images, with {class_sizes.min()} in the smallest class"
             )
-        ids_by_class = np.lexsort((id_hashes, labels))
+        ids_by_class = np.lexsort((id_hashes, labels))  # ids sorted by class, then by hash
         is_held_out[ids_by_class[fold - 1 :: fold_count]] = True
         return is_held_out
     held_out_count = round(holdout * image_count) if holdout < 1 else int(holdout)
@@ -141,19 +141,19 @@ class ArraySplit(Shuffled):
     """Split stored as a memory-mapped array of decoded images, uint8 [stored images, H, W, 3]."""
 
     cropped = False  # whether batches() yields crops of the images
-    part: SplitPart
-    mirror = False  # whether training flips images
+    part: SplitPart  # set by open_images()
+    mirror = False  # whether training flips images; set by open_images()
 
     def __init__(self, images: np.ndarray, part: SplitPart):
         super().__init__(len(part.labels))
         self.images, self.labels = images, part.labels
         # Rows of `images` that belong to the split; None means all rows
         self.image_rows = None if part.ids_file is None else np.load(part.ids_file)
-        self._images_by_device: dict[
-            torch.device, Tensor | None
-        ] = {}  # None if the device holds no copy of the images
+        # Copy of all images on each device, or None if a device holds no copy
+        self._images_by_device = dict[torch.device, Tensor | None]()
 
     def names(self) -> NameLookup:
+        """Return a function that maps image ids in the stored split to image names."""
         return self.part.names()
 
     @property
@@ -182,10 +182,10 @@ class ArraySplit(Shuffled):
         device = torch.device(device)
         if device not in self._images_by_device:
             self._images_by_device[device] = self._copy_to_device(device)
-        resident_images = self._images_by_device[device]
+        resident_images = self._images_by_device[device]  # None: read each micro-batch from the cache file
         for epoch, ids, labels, pixel_indices in self._send_labels_and_indices(plan, device, train, seed):
             images = self._read_images(ids, device) if resident_images is None else resident_images
-            if train:
+            if train:  # the pixel indices select, shift and flip the images
                 images = gather_pixels(images, *pixel_indices)
             elif resident_images is not None:
                 images = images.index_select(0, *pixel_indices)
@@ -201,11 +201,13 @@ class ArraySplit(Shuffled):
         the device in one copy of 40 bytes per image. On the device, labels, positions and indices occupy
         40 + 4 * (H + W) bytes per image.
         """
-        resident_images, (height, width) = self._images_by_device[device], self.size
+        resident_images = self._images_by_device[device]
+        height, width = self.size
         max_shift = min(height // 8, width - 1)  # 4 pixels for a 32-pixel image
         for epoch, epoch_plan_items in groupby(plan, itemgetter(0)):
             while id_batches := [ids for _, ids in islice(epoch_plan_items, BATCHES_SENT_AHEAD)]:
-                all_ids, batch_sizes = np.concatenate(id_batches), [len(ids) for ids in id_batches]
+                all_ids = np.concatenate(id_batches)
+                batch_sizes = [len(ids) for ids in id_batches]
                 source_rows = all_ids
                 if resident_images is None:  # each micro-batch is read into a separate array
                     source_rows = np.concatenate([np.arange(batch_size) for batch_size in batch_sizes])
@@ -218,6 +220,7 @@ class ArraySplit(Shuffled):
                 sent_labels, sent_rows, sent_moves = sent_values[0], sent_values[1], sent_values[2:]
                 pixel_indices: tuple[Tensor, ...] = (sent_rows,)
                 if train:
+                    # Number of images in the array from which the pixels are gathered
                     source_image_count = max(batch_sizes) if resident_images is None else len(resident_images)
                     source_shape = (source_image_count, *self.images.shape[1:])
                     pixel_indices = moved_pixel_indices(sent_rows, sent_moves, source_shape)
@@ -229,7 +232,8 @@ class ArraySplit(Shuffled):
         """Copy images from the memory-mapped array to the device, uint8 [b, H, W, 3]."""
         # The pinned memory may be released at once, because torch's caching allocator reuses such memory only
         # after the copy ends.
-        uses_pinned_memory, batch_shape = device.type == "cuda", (len(sample_ids), *self.images.shape[1:])
+        uses_pinned_memory = device.type == "cuda"
+        batch_shape = (len(sample_ids), *self.images.shape[1:])
         batch_images = torch.empty(batch_shape, dtype=torch.uint8, pin_memory=uses_pinned_memory)
         image_rows = sample_ids if self.image_rows is None else self.image_rows[sample_ids]
         # mode="clip" avoids the second copy that the default mode makes.
@@ -237,11 +241,14 @@ class ArraySplit(Shuffled):
         return send(batch_images, device)
 
     def _copy_to_device(self, device: torch.device) -> Tensor | None:
-        """Return the images on a CUDA device, or None if they exceed a quarter of its free memory."""
+        """Copy all images to a CUDA device, or return None if they exceed a quarter of its free memory.
+
+        The result for a CPU is always None, because the images are already in a memory-mapped file.
+        """
         if device.type != "cuda":
             return None
         free_bytes, _total_bytes = torch.cuda.mem_get_info(device)
-        needed_bytes = len(self) * self.images.strides[0]
+        needed_bytes = len(self) * self.images.strides[0]  # the first stride is the size of one image
         if needed_bytes > free_bytes // 4:
             return None
         split_images = self.images if self.image_rows is None else self.images[self.image_rows]
@@ -252,13 +259,14 @@ class EncodedSplit(Shuffled):
     """Split of encoded images."""
 
     cropped = True  # whether batches() yields crops of the images
-    part: SplitPart
-    mirror = False  # whether training flips crops
-    open_images: Callable[[], EncodedImages]
+    part: SplitPart  # set by open_images()
+    mirror = False  # whether training flips crops; set by open_images()
+    open_images: Callable[[], EncodedImages]  # opens all images; has a small pickle, which workers receive
     labels: np.ndarray  # labels of the images, int64 [N]
     skips_broken: bool  # whether training skips broken images
 
     def names(self) -> NameLookup:
+        """Return a function that maps image ids in the stored split to image names."""
         return self.part.names()
 
     def batches(
@@ -308,7 +316,10 @@ class EncodedSplit(Shuffled):
 
     @contextmanager
     def _fetch_images_ahead(self, plan: Plan, is_training: bool, worker_count: int) -> Iterator[Plan]:
-        """Provide an iterator over the plan that yields each item once its images are on this host."""
+        """Provide an iterator over the plan that yields each item once its images are on this host.
+
+        This base class returns the plan itself, because all images are already on this host.
+        """
         yield plan
 
 
@@ -328,7 +339,8 @@ class CroppedSplit(EncodedSplit):
         super().__init__(len(split))
         assert isinstance(split.images, np.memmap)
         self.open_images = partial(ArrayImages, str(split.images.filename), split.image_rows)
-        self.labels, self.part, self.mirror, self.skips_broken = split.labels, split.part, split.mirror, False
+        self.labels, self.part, self.mirror = split.labels, split.part, split.mirror
+        self.skips_broken = False  # an array contains no broken images
 
 
 class ShardSplit(EncodedSplit):
@@ -359,16 +371,18 @@ class ShardSplit(EncodedSplit):
 
         super().__init__(len(part.labels))
         self.index_path, self.ids_file = folder / index_file_name(part.split), part.ids_file
-        self.labels = part.labels
-        self.location = location
-        self.shards, self.cache = manifest.shards_in(part.split), cache
+        self.labels, self.location, self.cache = part.labels, location, cache
+        self.shards = manifest.shards_in(part.split)
         self.evaluated_split = evaluated_split
-        self.skips_broken, self.worker_count = recipe.on_bad_image == "skip", recipe.workers
+        self.skips_broken = recipe.on_bad_image == "skip"
+        self.worker_count = recipe.workers
         self.ordered_samples: Shuffled | Streamed = Shuffled(len(self))  # sample order in training
+        # Only a training split has an evaluated_split. The archives of an "index" manifest may be sorted by
+        # class, so reading them in streams would yield batches with only a few classes.
         if evaluated_split and manifest.kind != "index":
             assert recipe.streams is not None
             images_per_shard = [shard.images for shard in self.shards]
-            if part.ids_file is not None:
+            if part.ids_file is not None:  # with --holdout, the split uses only part of each shard
                 images_per_shard = np.bincount(self.shard_indices, minlength=len(self.shards)).tolist()
             self.ordered_samples = Streamed(images_per_shard, recipe.streams, recipe.shuffle_window)
         # Fraction of this split that is evaluated. --max_val_images may reduce it
@@ -383,6 +397,7 @@ class ShardSplit(EncodedSplit):
     def check_batch(self, batch: Batch) -> None:
         """Raise ValueError if the batch doesn't match the streams, or if the cache can't hold the shards."""
         self.ordered_samples.check_batch(batch)
+        # Only shards in S3 that are read in streams need a certain cache size
         if self.cache is None or not isinstance(self.ordered_samples, Streamed):
             return
         needed_cache_bytes = self.needed_bytes(batch)
@@ -396,20 +411,28 @@ class ShardSplit(EncodedSplit):
             )
 
     def needed_bytes(self, batch: Batch) -> int:
-        """Return the maximum total size in bytes of the shards that a host reads at once."""
+        """Return the maximum total size in bytes of the shards that a host reads at once.
+
+        The total includes the shards for its training streams and for an evaluation during training.
+        """
         assert isinstance(self.ordered_samples, Streamed)
         streams_per_host = self.ordered_samples.streams * processes_per_host() // batch.processes
         steps_in_flight = math.ceil(max_items_in_flight(self.worker_count) / batch.accumulations)
         stream_images_in_flight = steps_in_flight * batch.total // self.ordered_samples.streams
         # The span covers the windows of the first and the last image in flight, and all images in between.
         span_image_count = 2 * self.ordered_samples.window + stream_images_in_flight
+        # All shards together are an upper limit
         training_bytes = min(
             streams_per_host * self._span_bytes(span_image_count), self._span_bytes(len(self))
         )
         return math.ceil(training_bytes + processes_per_host() * self._evaluation_bytes(batch.per_device))
 
     def _span_bytes(self, image_count: float) -> float:
-        """Return the size in bytes of shards with consecutive images, plus one shard at each end."""
+        """Estimate the size in bytes of the shards that contain `image_count` consecutive images.
+
+        The estimate assumes shards of average size. It adds the largest shard at both ends, because the first
+        and the last image may be anywhere in their shards.
+        """
         all_shard_bytes = sum(shard.bytes for shard in self.shards)
         edge_shard_bytes = 2 * max(shard.bytes for shard in self.shards)
         return min(image_count / len(self) * all_shard_bytes + edge_shard_bytes, all_shard_bytes)
@@ -419,16 +442,24 @@ class ShardSplit(EncodedSplit):
         if self.evaluated_split is None:
             return 0
         images_in_flight = max_items_in_flight(self.worker_count) * micro_batch_size
+        # The images that --max_val_images selects are spread over all shards of the evaluated split
         evaluated_share = self.evaluated_split.evaluated_share
         return self.evaluated_split._span_bytes(images_in_flight / evaluated_share)
 
     def order(self, seed: int, epoch: int, batch: Batch) -> np.ndarray:
+        """Return the sample ids of one training epoch in random order, int64 [n]."""
         return self.ordered_samples.order(seed, epoch, batch)
 
     @contextmanager
     def _fetch_images_ahead(self, plan: Plan, is_training: bool, worker_count: int) -> Iterator[Plan]:
+        """Provide an iterator over the plan that yields each item once its shards are on this host.
+
+        For shards in S3, the iterator downloads them ahead of the reader, within this process's share of the
+        cache. During training, part of the share stays free for evaluations.
+        """
         from onecurve.data.shard_cache import ShardPrefetcher
 
+        # The first item is read to get the micro-batch size, and is then put back
         plan_items = iter(plan)
         first_item = next(plan_items, None)
         if first_item is None:
@@ -436,7 +467,7 @@ class ShardSplit(EncodedSplit):
             return
         _epoch, first_ids = first_item
         plan, cache = chain([first_item], plan_items), self.cache
-        if cache is None:
+        if cache is None:  # the shards are on this host
             yield plan
             return
         evaluation_bytes = self._evaluation_bytes(len(first_ids)) if is_training else 0
@@ -453,7 +484,8 @@ class ShardSplit(EncodedSplit):
         The names file is next to the index. For data from earlier versions, which has no names file, names
         are read from the tar headers if the shards are on a local disk.
         """
-        names_file, image_count = names_file_name(self.part.split), sum(shard.images for shard in self.shards)
+        names_file = names_file_name(self.part.split)
+        image_count = sum(shard.images for shard in self.shards)
         if self.location.startswith("s3://"):
             from onecurve.system.s3 import ObjectStore
 
@@ -466,6 +498,7 @@ class ShardSplit(EncodedSplit):
         return without_names if self.cache else self.open_stored_images(None).name
 
     def _shard_keys_of(self, sample_ids: np.ndarray) -> set[str]:
+        """Return the file names of the shards that contain the samples, which are the shard cache's keys."""
         return {self.shards[shard_index].file for shard_index in set(self.shard_indices[sample_ids].tolist())}
 
     @cached_property

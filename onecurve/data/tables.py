@@ -25,6 +25,9 @@ from onecurve.system.threads import Heartbeat, run_with_heartbeat
 if TYPE_CHECKING:
     import pyarrow
 
+    # Function that reads a column, by name, and yields its values in chunks with a maximum number of rows
+    ReadColumn = Callable[[str, int], Iterator[pyarrow.Array]]
+
 HUB_DATA_SET_PATTERN = re.compile(r"hub:(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+))?", re.ASCII)
 # Usual names of image and label columns, in order of preference. A column with a different name is used only
 # if no column has a usual name.
@@ -53,11 +56,14 @@ class Table(NamedTuple):
     """Image table in a parquet file, in an Arrow stream (.arrow), or loaded by `datasets`."""
 
     display_name: str  # table name shown in error messages
-    content: "Path | pyarrow.Table"
+    content: "Path | pyarrow.Table"  # local file, or table that `datasets` has loaded
 
     @contextmanager
-    def open(self) -> "Iterator[tuple[pyarrow.Schema, Callable[..., Iterator[pyarrow.Array]]]]":
-        """Provide the schema, and a function `read_column(column_name, n)` that yields chunks of n values.
+    def open(self) -> "Iterator[tuple[pyarrow.Schema, ReadColumn]]":
+        """Open the table's file, and provide the schema and a function that reads one column.
+
+        The function `read_column(column_name, chunk_rows)` yields the column in chunks of up to `chunk_rows`
+        values. It can only be called while the table is open.
 
         Raises:
             ValueError: If pyarrow can't read the table. The message contains the table's name.
@@ -108,6 +114,7 @@ def parquet_files(root: Path) -> dict[str, list[Path]] | None:
     valid-*.parquet or test-*.parquet) or by its folder (for example train/*.parquet).
     """
     candidate_folders = [root, *(root / folder_name for folder_name in folder_names(root))]
+    # File names take precedence over folder names
     for files_of_split in (_files_named_after, _files_in_split_folder):
         data_folders = [folder for folder in candidate_folders if files_of_split(folder, "train")]
         if data_folders:
@@ -124,10 +131,12 @@ def parquet_files(root: Path) -> dict[str, list[Path]] | None:
 
 
 def is_named_after(file: Path, split: str) -> bool:
+    """Return True for names like train.parquet and train-00000-of-00002.parquet, if the split is train."""
     return re.fullmatch(rf"{split}([-.].*)?\.parquet", file.name) is not None
 
 
 def _files_named_after(folder: Path, split: str) -> list[Path]:
+    """Return the sorted parquet files in a folder whose names start with a split's name."""
     return sorted(parquet_file for parquet_file in folder.iterdir() if is_named_after(parquet_file, split))
 
 
@@ -156,6 +165,7 @@ def saved_files(root: Path) -> dict[str, list[Path]] | None:
         if (state_file := split_folder / "state.json").is_file():
             try:
                 file_entries = json.loads(state_file.read_bytes())["_data_files"]
+                # Only the name is used, so that no entry can refer to a file outside the folder.
                 files_by_split[split] = [
                     split_folder / Path(file_entry["filename"]).name for file_entry in file_entries
                 ]
@@ -168,7 +178,12 @@ def saved_files(root: Path) -> dict[str, list[Path]] | None:
 def load_from_hub(data: str, beat: Heartbeat) -> dict[str, Any]:
     """Load `cifar10` or `hub:OWNER/NAME[:CONFIG]`, and return a `datasets.Dataset` for each split.
 
-    The data is downloaded only once, because `datasets` keeps a copy in its own cache.
+    The data is downloaded only once, because `datasets` keeps a copy in its own cache. If the Hub can't be
+    reached, this process switches to offline mode and uses that copy.
+
+    Args:
+        data: Value of `--data`.
+        beat: Heartbeat function, called about once per second.
 
     Raises:
         ValueError: If the name is invalid, or the data can't be loaded.
@@ -228,7 +243,7 @@ class TableLabels(NamedTuple):
 
 
 def read_labels(
-    tables_by_split: dict[str, list[Table]], chosen: Columns, beat: Heartbeat
+    tables_by_split: dict[str, list[Table]], flag_columns: Columns, beat: Heartbeat
 ) -> tuple[tuple[str, ...], dict[str, TableLabels]]:
     """Read the class names and each split's labels.
 
@@ -242,11 +257,12 @@ def read_labels(
     first_table = tables_by_split["train"][0]
     with first_table.open() as (schema, _read_column):
         # All tables must use the same label column
-        chosen = chosen._replace(label=find_label_column(schema, chosen, first_table.display_name))
+        label_column = find_label_column(schema, flag_columns, first_table.display_name)
+    all_tables_columns = flag_columns._replace(label=label_column)
     raw_labels_by_split = dict[str, _RawLabels]()
     for split, tables in tables_by_split.items():
-        raw_labels = _read_raw_labels(split, tables, chosen, beat)
-        if split != "test" or raw_labels.label_values != [-1]:
+        raw_labels = _read_raw_labels(split, tables, all_tables_columns, beat)
+        if split != "test" or raw_labels.label_values != [-1]:  # [-1] means that all test labels are hidden
             raw_labels_by_split[split] = raw_labels
     has_class_names = bool(raw_labels_by_split["train"].class_names)
     all_labels = raw_labels_by_split.values()
@@ -265,13 +281,16 @@ def read_labels(
     train_label_by_class = {class_name: label for label, class_name in enumerate(train_classes)}
     labels_by_split = {}
     for split, (label_values, row_codes, class_names, row_counts) in raw_labels_by_split.items():
-        table_name, split_classes = tables_by_split[split][0].display_name, classes_by_split[split]
+        table_name = tables_by_split[split][0].display_name
+        split_classes = classes_by_split[split]
         if bool(class_names) != has_class_names:
             class_names_problem = f"only one of the splits train and {split} contains class names"
             raise ValueError(f"{table_name}: {class_names_problem}")
+        # A label in a table is the class itself, or the index of a class name
         class_by_value: dict[Any, Any] = {split_class: split_class for split_class in split_classes}
         if class_names:
             class_by_value = dict(enumerate(split_classes))
+        # Mask of the rows whose label belongs to no class
         has_unknown_label = np.array([value not in class_by_value for value in label_values])[row_codes]
         if has_unknown_label.any():
             row = int(has_unknown_label.argmax())
@@ -300,12 +319,14 @@ class _RawLabels(NamedTuple):
 
 
 def _read_raw_labels(split: str, tables: list[Table], chosen_columns: Columns, beat: Heartbeat) -> _RawLabels:
-    """Read the labels of one split.
+    """Read the labels of one split from all of its tables.
 
     Raises:
         ValueError: If a label is missing, labels have unsuitable types, or class names differ between tables.
     """
-    row_codes, row_counts, code_by_value = list[np.ndarray](), list[tuple[str, int]](), dict[Any, int]()
+    row_codes = list[np.ndarray]()  # codes of each table
+    row_counts = list[tuple[str, int]]()
+    code_by_value = dict[Any, int]()  # shared by all tables; _value_codes() adds new labels
     split_class_names: tuple[str, ...] | None = None
     for table in tables:
         table_name = table.display_name
@@ -315,7 +336,7 @@ def _read_raw_labels(split: str, tables: list[Table], chosen_columns: Columns, b
             label_chunks = read_column(column_name, LABEL_ROWS_PER_CHUNK)
             chunk_codes = [_value_codes(chunk, code_by_value, table_name) for chunk in label_chunks]
         table_codes = np.concatenate(chunk_codes) if chunk_codes else np.zeros(0, np.int32)
-        if split == "test" and (table_codes < 0).all():
+        if split == "test" and (table_codes < 0).all():  # treat a table without test labels like labels of -1
             table_codes[:] = code_by_value.setdefault(-1, len(code_by_value))
         if (table_codes < 0).any():
             raise ValueError(f"row {int((table_codes < 0).argmax())} of {table_name} has no label")
@@ -351,11 +372,13 @@ def _value_codes(chunk: "pyarrow.Array", code_by_value: dict[Any, int], table_na
         raise ValueError(f"the labels in {table_name} have type {chunk.type} instead of numbers or names")
     encoded_chunk = chunk if pa.types.is_dictionary(chunk.type) else chunk.dictionary_encode()
     distinct_labels = encoded_chunk.dictionary.to_pylist()
+    # Booleans become classes named False and True
     labels = [str(label) if isinstance(label, bool) else label for label in distinct_labels]
     if unsupported_types := {type(label) for label in labels} - {int, str, type(None)}:
         type_name = unsupported_types.pop().__name__
         raise ValueError(f"the labels in {table_name} have type {type_name} instead of numbers or names")
     codes = [-1 if label is None else code_by_value.setdefault(label, len(code_by_value)) for label in labels]
+    # Null rows get the index of the -1 that is appended to the codes
     label_indices = encoded_chunk.indices.fill_null(len(codes)).to_numpy(zero_copy_only=False)
     return np.array([*codes, -1], np.int32)[label_indices]
 
@@ -367,12 +390,15 @@ class TableImage(NamedTuple):
     name: str  # path from the Hub's Image struct, or ""
 
 
-def read_images(tables: list[Table], chosen: Columns, beat: Heartbeat) -> Iterator[TableImage]:
-    """Yield the images in a column of binary values or the Hub's Image structs."""
+def read_images(tables: list[Table], flag_columns: Columns, beat: Heartbeat) -> Iterator[TableImage]:
+    """Yield the images of all tables in row order.
+
+    The image column may contain binary values or the Hub's Image structs.
+    """
     for table in tables:
         with table.open() as (schema, read_column):
             first_row = 0
-            column_name = find_image_column(schema, chosen, table.display_name)
+            column_name = find_image_column(schema, flag_columns, table.display_name)
             for image_chunk in read_column(column_name, IMAGE_ROWS_PER_CHUNK):
                 yield from _images_in_chunk(image_chunk, table, first_row)
                 first_row += len(image_chunk)
@@ -380,7 +406,9 @@ def read_images(tables: list[Table], chosen: Columns, beat: Heartbeat) -> Iterat
 
 
 def _images_in_chunk(chunk: "pyarrow.Array", table: Table, first_row: int) -> list[TableImage]:
-    """Return the bytes and names of consecutive images. Rows from `datasets` may refer to files in its cache.
+    """Return the bytes and names of consecutive images.
+
+    Rows from `datasets` may refer to files in its cache, which this function reads.
 
     Args:
         chunk: Consecutive values of the image column.
@@ -394,14 +422,17 @@ def _images_in_chunk(chunk: "pyarrow.Array", table: Table, first_row: int) -> li
         raise ValueError(f"{table.display_name}: {type_problem}")
     table_images = []
     for row, image_value in enumerate(chunk.to_pylist(), first_row):
-        image_bytes, file = image_value, None
+        image_bytes, image_path = image_value, None
         if pa.types.is_struct(chunk.type):
-            image_bytes, file = (image_value or {}).get("bytes"), (image_value or {}).get("path")
-        if image_bytes is None and file and not isinstance(table.content, Path) and os.path.isfile(file):
-            image_bytes = Path(file).read_bytes()
+            image_struct = image_value or {}
+            image_bytes, image_path = image_struct.get("bytes"), image_struct.get("path")
+        # Only rows from the Hub refer to files on this host
+        is_from_hub = not isinstance(table.content, Path)
+        if image_bytes is None and image_path and is_from_hub and os.path.isfile(image_path):
+            image_bytes = Path(image_path).read_bytes()
         if image_bytes is None:
             raise ValueError(f"row {row} of {table.display_name} has no image bytes")
-        table_images.append(TableImage(image_bytes, file or ""))
+        table_images.append(TableImage(image_bytes, image_path or ""))
     return table_images
 
 
@@ -417,8 +448,12 @@ def _holds_bytes(column_type: "pyarrow.DataType") -> bool:
 # Columns of tables
 
 
-def find_image_column(schema: "pyarrow.Schema", chosen: Columns, table_name: str) -> str:
-    """Return the chosen image column, or else a column named img or image, or else the only image column."""
+def find_image_column(schema: "pyarrow.Schema", flag_columns: Columns, table_name: str) -> str:
+    """Return the name of the image column.
+
+    In order of preference, the image column is the column that a flag specifies, a column named img or image,
+    or the only column of images or bytes.
+    """
     feature_by_column = _features_by_column(schema, table_name)
     image_columns = [
         field.name
@@ -427,15 +462,17 @@ def find_image_column(schema: "pyarrow.Schema", chosen: Columns, table_name: str
         # Audio columns also contain bytes
         and feature_by_column.get(field.name, {}).get("_type", "Image") in ("Image", "Value")
     ]
-    return choose_column(schema.names, "image", chosen.image, USUAL_IMAGE_COLUMNS, image_columns, table_name)
+    return choose_column(
+        schema.names, "image", flag_columns.image, USUAL_IMAGE_COLUMNS, image_columns, table_name
+    )
 
 
-def find_label_column(schema: "pyarrow.Schema", chosen: Columns, table_name: str) -> str:
-    """Return the label column.
+def find_label_column(schema: "pyarrow.Schema", flag_columns: Columns, table_name: str) -> str:
+    """Return the name of the label column.
 
-    In order of preference, the label column is the chosen column, a column named label or fine_label, the
-    only column with class names, the only column whose name is in OTHER_LABEL_COLUMNS, or the only column of
-    integers, strings (including dictionary-encoded strings) or booleans.
+    In order of preference, the label column is the column that a flag specifies, a column named label or
+    fine_label, the only column with class names, the only column whose name is in OTHER_LABEL_COLUMNS, or the
+    only column of integers, strings (including dictionary-encoded strings) or booleans.
     """
     import pyarrow as pa
 
@@ -457,7 +494,9 @@ def find_label_column(schema: "pyarrow.Schema", chosen: Columns, table_name: str
     label_columns = label_columns or [
         field.name for field in schema if any(is_type(field.type) for is_type in label_type_tests)
     ]
-    return choose_column(schema.names, "label", chosen.label, USUAL_LABEL_COLUMNS, label_columns, table_name)
+    return choose_column(
+        schema.names, "label", flag_columns.label, USUAL_LABEL_COLUMNS, label_columns, table_name
+    )
 
 
 def choose_column(
@@ -502,7 +541,7 @@ def _features_by_column(schema: "pyarrow.Schema", table_name: str) -> dict[str, 
         features = {column: feature for column, feature in all_features.items() if isinstance(feature, dict)}
         class_name_lists = [feature.get("names") or [] for feature in features.values()]
     except (ValueError, AttributeError, RecursionError):
-        class_name_lists = [None]
+        class_name_lists = [None]  # fails the check below
     if all(map(_is_list_of_strings, class_name_lists)):
         return features
     raise ValueError(
@@ -512,4 +551,5 @@ def _features_by_column(schema: "pyarrow.Schema", table_name: str) -> dict[str, 
 
 
 def _is_list_of_strings(json_value: Any) -> bool:
+    """Return True for a parsed JSON array that contains only strings."""
     return isinstance(json_value, list) and all(isinstance(list_item, str) for list_item in json_value)

@@ -77,6 +77,8 @@ def decoded_batches(
 ) -> Iterator[MicroBatch]:
     """Yield micro-batches of decoded images, cropped to squares, in the order of the plan.
 
+    For each skipped image, this function logs one warning and records the id for `skipped_ids`.
+
     Args:
         open_images: Function that opens the images. Its pickle must be small, because each worker receives a
             copy.
@@ -120,10 +122,12 @@ def decoded_batches(
                 log.warning(f"skipped: {printable(error_by_id[sample_id])}")
             _skipped_ids.update(error_by_id)
             source_ids = ids[_source_positions(ids, error_by_id)]
-            images, batch_labels = send(crops, device), labels[source_ids]
+            images = send(crops, device)
+            batch_labels = labels[source_ids]
             if flip_randomly:
                 flip_draws = uniforms(seed, epoch, ids, FLIP.stop)[:, FLIP.start]
                 sent_labels, is_flipped = send_arrays((batch_labels, flip_draws < 0.5), device)
+                # Dimension 2 is the width
                 images = torch.where(is_flipped[:, None, None, None], images.flip(2), images)
             else:
                 sent_labels = send(torch.from_numpy(batch_labels), device)
@@ -158,7 +162,7 @@ def while_workers_live(loader: Iterable[Item]) -> Generator[Item, None, None]:
 
 
 def max_items_in_flight(worker_count: int) -> int:
-    """Return the number of plan items that a DataLoader processes at the same time."""
+    """Return the number of plan items that a DataLoader processes at the same time, 1 without workers."""
     return max(1, PREFETCHED_PER_WORKER * worker_count)
 
 
@@ -191,9 +195,11 @@ class _CropDataset(Dataset):
         """
         epoch, ids = plan_item
         self.images = self.images or self.open_images()
+        # Random numbers for each image's crop, float64 [b, 40]
         crop_draws = uniforms(self.seed, epoch, ids, CROP.stop)[:, CROP] if self.train else None
         crops = torch.empty(len(ids), self.crop_size, self.crop_size, 3, dtype=torch.uint8)
-        error_by_id, batch_error = dict[int, str](), ""
+        error_by_id = dict[int, str]()  # errors of broken images
+        batch_error = ""  # error that ends the run, or ""
         for position, sample_id in enumerate(ids.tolist()):
             try:
                 image = self.images.decode(sample_id)
@@ -215,7 +221,7 @@ class _CropDataset(Dataset):
                 pixels = random_resized_crop(image, self.crop_size, draws, self.crop.filter, self.crop_scale)
             crops[position] = torch.from_numpy(pixels)
         if error_by_id and not batch_error:
-            if error_by_id.keys() >= set(ids.tolist()):
+            if error_by_id.keys() >= set(ids.tolist()):  # no intact image can replace the broken images
                 first_error = error_by_id[int(ids[0])]
                 batch_error = f"none of the {len(ids)} images in a micro-batch can be decoded: {first_error}"
             else:
@@ -223,7 +229,7 @@ class _CropDataset(Dataset):
         if not batch_error and (worker_info := torch.utils.data.get_worker_info()):
             batch_error = _share_crops(crops, PREFETCHED_PER_WORKER * worker_info.num_workers)
         if batch_error:
-            crops = torch.empty(0)
+            crops = torch.empty(0)  # the trainer raises the error and uses no crops
         return DecodedCrops(crops, error_by_id, batch_error, first_retry_error())
 
 
@@ -313,7 +319,7 @@ def _kill_workers() -> None:
     Without this function, multiprocessing would send SIGTERM, which workers ignore, and wait forever.
     """
     for worker_process in multiprocessing.active_children():
-        if worker_process.daemon:
+        if worker_process.daemon:  # DataLoader workers are daemons
             worker_process.kill()
 
 
@@ -339,5 +345,6 @@ def start_worker(_worker_id: int) -> None:
 
 
 def _exit_unsent(send_error: Exception, _unsent_object) -> None:
+    """Log the reason why a worker can't send its images, and end the worker process."""
     log.warning(f"a decoding process can't send its images: {send_error}")
     os._exit(1)
