@@ -50,9 +50,10 @@ class Trace:
 
     @classmethod
     def from_json(cls, json_text: str) -> "Trace":
+        """Return the trace that `tools/plan/trace.py` printed as JSON."""
         trace_fields = json.loads(json_text)
-        peak_bytes = trace_fields["peak_bytes"]
-        trace_fields["peak_bytes"] = {int(size): categories for size, categories in peak_bytes.items()}
+        peak_bytes = trace_fields["peak_bytes"]  # JSON turned the image counts into strings
+        trace_fields["peak_bytes"] = {int(count): categories for count, categories in peak_bytes.items()}
         return cls(**trace_fields)
 
 
@@ -80,7 +81,10 @@ class Execution:
 
     @classmethod
     def of(cls, compilation: str | None, uses_cuda_graph: bool) -> "Execution":
-        """Return the constants for a --compile value, with or without a CUDA graph."""
+        """Return the constants for a --compile value, with or without a CUDA graph.
+
+        All constants were measured on one H200.
+        """
         is_eager = compilation in (None, "no")
         reached_share, operation_host_s = (0.65, 16e-6) if is_eager else (0.82, 18e-6)
         if uses_cuda_graph:
@@ -89,21 +93,26 @@ class Execution:
 
 
 def estimate_largest_size(peak_bytes: dict[int, dict[str, int]], memory_bytes: float) -> int:
-    """Estimate how many images per forward pass fit into memory, from the last two traced sizes.
+    """Estimate how many images per forward pass fit into memory, from the last two traced image counts.
 
-    The result is 0 if IMAGE_QUANTUM images do not fit, and 64 times the larger size if memory does not grow
-    with the size.
+    Args:
+        peak_bytes: Peak memory by image count, then by category and `Total`, in the order of tracing.
+        memory_bytes: Size of a device's memory.
+
+    Returns:
+        A multiple of IMAGE_QUANTUM. The result is 0 if IMAGE_QUANTUM images do not fit, and 64 times the
+        larger image count if the peak does not grow with the image count.
     """
-    (smaller_size, smaller_peak), (larger_size, larger_peak) = list(peak_bytes.items())[-2:]
+    (smaller_count, smaller_peak), (larger_count, larger_peak) = list(peak_bytes.items())[-2:]
     free_bytes = memory_bytes - CONTEXT_BYTES - larger_peak["Total"]
-    bytes_per_image = (larger_peak["Total"] - smaller_peak["Total"]) / (larger_size - smaller_size)
+    bytes_per_image = (larger_peak["Total"] - smaller_peak["Total"]) / (larger_count - smaller_count)
     if bytes_per_image > 0:
-        more_image_count = free_bytes / bytes_per_image
-    elif free_bytes > 0:
-        more_image_count = 63 * larger_size
-    else:
-        more_image_count = -larger_size
-    return max(0, math.floor((larger_size + more_image_count) / IMAGE_QUANTUM) * IMAGE_QUANTUM)
+        additional_images = free_bytes / bytes_per_image
+    elif free_bytes > 0:  # the peak gives no upper limit, so stop at 64 times the larger count
+        additional_images = 63 * larger_count
+    else:  # not even one image fits
+        additional_images = -larger_count
+    return max(0, math.floor((larger_count + additional_images) / IMAGE_QUANTUM) * IMAGE_QUANTUM)
 
 
 def step_time(
@@ -166,19 +175,25 @@ def _kernel_seconds(trace: Trace, device: DeviceSpecs) -> dict[str, float]:
 
 
 def sent_bytes(trace: Trace, cluster: Cluster, accumulations: int = 1) -> tuple[float, float]:
-    """Return the bytes per step that a device sends within a host, and that a host sends to other hosts."""
+    """Return the bytes per step that a device sends within a host, and that a host sends to other hosts.
+
+    A collective's rank count shows whether its group consists of all devices, of one host's devices, or of
+    one device from each host.
+    """
     link_bytes = network_bytes = 0.0
     for collective_name, collective_bytes, rank_count in collectives_of_step(trace, accumulations):
         ring_bytes = RING_FACTORS.get(collective_name, 1.0) * collective_bytes * (rank_count - 1) / rank_count
-        is_between_hosts = rank_count == cluster.host_count
+        is_between_hosts = rank_count == cluster.host_count  # a group with one rank from each host
         if rank_count == cluster.gpus_per_host:
-            # Hybrid sharding all-reduces between hosts, and gathers and scatters within each host.
+            # The count fits both kinds of group. Hybrid sharding all-reduces between hosts, and gathers and
+            # scatters within each host.
             is_between_hosts &= collective_name == "all_reduce"
         if cluster.host_count > 1 and rank_count == cluster.process_count:
             # A ring over all devices crosses each host's network once.
             network_bytes += ring_bytes
             link_bytes += ring_bytes if cluster.gpus_per_host > 1 else 0.0
         elif cluster.host_count > 1 and is_between_hosts:
+            # Each device of a host belongs to a different group.
             network_bytes += ring_bytes * cluster.gpus_per_host
         else:
             link_bytes += ring_bytes

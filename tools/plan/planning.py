@@ -23,7 +23,9 @@ from tools.plan import cost
 from tools.plan.cost import Cluster, Execution, Trace
 
 MAX_PARALLEL_TRACES = 4  # a trace needs about 1 GiB of memory
+# All strategies in the order of the table, which starts with the simplest strategy
 STRATEGIES = ("single", "ddp", "fsdp", "hybrid", "zero1", "zero2", "zero3", "offload")
+# Names of accelerate configs that differ from `<strategy>_4gpu`
 CONFIG_BY_STRATEGY = {"single": "single_gpu", "hybrid": "fsdp_2x4gpu", "offload": "zero3_offload_4gpu"}
 EQUAL_SPEED_RATIO = 1.05  # ratio of two speeds below which the estimates can't distinguish them
 SIZE_COLUMNS = ("strategy", "GiB", "images", "largest", "link MB", "net MB")
@@ -58,6 +60,7 @@ class PlanLine:
     hours: float | None = None  # time for the entire recipe, or None if the number of images is unknown
 
     def __str__(self) -> str:
+        """Return the line as a row of the printed table."""
         total_gib = sum(self.memory.values()) / 2**30
         table_cells = [self.strategy, f"{total_gib:.2f}", self.images or "-", f"{self.largest:,}"]
         table_cells += [_format_cell(self.link_bytes / 1e6), _format_cell(self.network_bytes / 1e6)]
@@ -66,7 +69,7 @@ class PlanLine:
         return TABLE_ROW.format(*table_cells, self.limit)
 
     def rejection_reason(self, recommended_line: "PlanLine") -> str:
-        """Return the reason why `recommended_line` is recommended instead of this strategy."""
+        """Return the reason why `recommended_line` is recommended instead of this line's strategy."""
         if not self.images:
             return f"at most {self.largest} images per forward pass fit into memory"
         if not self.images_per_s or not recommended_line.images_per_s:
@@ -116,7 +119,12 @@ def _words_in(device_name: str) -> set[str]:
 
 
 def _count_training_images(data_location: str, holdout: float | str | None) -> int | None:
-    """Return the number of training images, or None if only remote data records it."""
+    """Return the number of training images without held-out images, or None if the number is unknown.
+
+    Args:
+        data_location: Value of --data, for example a folder with a manifest or class folders.
+        holdout: Value of --holdout: a share, a number of images, or a fold such as `1/5`.
+    """
     manifest_file = Path(data_location) / MANIFEST
     if manifest_file.is_file():
         training_shards = parse_manifest(manifest_file.read_bytes(), data_location).splits["train"].shards
@@ -125,7 +133,7 @@ def _count_training_images(data_location: str, holdout: float | str | None) -> i
         return None
     if isinstance(holdout, str):
         _fold_index, fold_count = parse_fold(holdout)
-        share_or_count = 1 / fold_count
+        share_or_count = 1 / fold_count  # each fold holds out the same share
     else:
         share_or_count = holdout or 0
     held_out_images = round(share_or_count * image_count if share_or_count < 1 else share_or_count)
@@ -140,12 +148,19 @@ class Planning:
     """
 
     def __init__(self, script_command: Sequence[str], cluster: Cluster):
+        """Load the script, parse its flags, and choose the precision and the strategies. Trace nothing yet.
+
+        Args:
+            script_command: The script's path, followed by the script's flags.
+            cluster: Cluster on which the script would train.
+        """
         self.script_command, self.cluster = list(script_command), cluster
         script_path, *self.script_flags = script_command
         if not Path(script_path).is_file():
             raise ValueError(f"the script {script_path} does not exist")
         loaded_script = load_script(Path(script_path))
         self.recipe = recipe_of(loaded_script, self.script_flags)
+        # execution() inspects the function's signature. No method calls the function.
         self.build_optimizer = getattr(loaded_script, "build_optimizer", lambda: None)
         if self.recipe.freeze:
             freeze_remark = "--freeze is ignored. The plan assumes that all layers are trained"
@@ -162,6 +177,7 @@ class Planning:
 
     @property
     def summary(self) -> str:
+        """Text with the devices, their memory, the batch size and the precision."""
         cluster, device = self.cluster, self.cluster.device
         memory_gib = device.memory_gb * 1e9 / 2**30
         devices_text = f"{cluster.host_count} x {cluster.gpus_per_host} {device.name}"
@@ -172,7 +188,8 @@ class Planning:
     def link_speeds(self) -> str:
         """Speeds of the links that carry the traffic in columns `link MB` and `net MB`."""
         cluster = self.cluster
-        link_text = f"{cluster.device.link} {cluster.device.link_gb_s / 2:g} GB/s"
+        link_gb_s = cluster.device.link_gb_s / 2  # data sheets state the sum for both directions
+        link_text = f"{cluster.device.link} {link_gb_s:g} GB/s"
         return f"link: {link_text} per device; network: {cluster.network_gb_s:g} GB/s per host"
 
     @property
@@ -193,7 +210,10 @@ class Planning:
         }
 
     def candidates(self, report_progress: Callable[[str], None]) -> Iterator[Candidate]:
-        """Trace all strategies in parallel. Call report_progress() with a description before each trace."""
+        """Trace all strategies in parallel subprocesses, and yield the candidates in the strategies' order.
+
+        Each trace calls report_progress() with a description first, from a worker thread.
+        """
         with ThreadPoolExecutor(min(MAX_PARALLEL_TRACES, allowed_cores())) as pool:
             trace_and_report = partial(self.trace_strategy, report_progress=report_progress)
             yield from pool.map(trace_and_report, self.strategies)
@@ -201,7 +221,11 @@ class Planning:
     def trace_strategy(
         self, strategy: str, report_progress: Callable[[str], None] = lambda _description: None
     ) -> Candidate:
-        """Trace a strategy with the recipe's batch, or with smaller micro-batches that fit into memory."""
+        """Trace a strategy with the recipe's batch, or with smaller micro-batches that fit into memory.
+
+        A micro-batch consists of the same number of images on each device. This number must divide the
+        device's share of the batch.
+        """
         report_progress(f"tracing {strategy}")
         process_count, batch_size = self._process_count(strategy), self.recipe.batch_size
         image_count = self.recipe.per_device_batch_size or batch_size // process_count
@@ -217,7 +241,13 @@ class Planning:
         return Candidate(strategy, strategy_trace, image_count, largest_image_count)
 
     def _trace(self, strategy: str, image_count: int) -> Trace:
-        """Trace micro-batches of `image_count` images, and of twice as many, in a process without GPUs."""
+        """Run tools/plan/trace.py in a subprocess without GPUs, and return the trace that it prints.
+
+        The subprocess traces `image_count` images per forward pass, and twice as many.
+
+        Raises:
+            ValueError: If the subprocess fails. The message contains its last error line.
+        """
         host_count = 1 if strategy == "single" else self.cluster.host_count
         image_counts = f"{image_count},{2 * image_count}"
         trace_arguments = [config_of_strategy(strategy), self._process_count(strategy), host_count]
@@ -231,14 +261,18 @@ class Planning:
             last_error_line = error_lines[-1] if error_lines else "the tracing process was killed"
             trace_problem = last_error_line.removeprefix("error: ")
             raise ValueError(f"the strategy {strategy} can't be traced: {trace_problem}")
-        *_, trace_json = traced_run.stdout.splitlines()
+        *_, trace_json = traced_run.stdout.splitlines()  # libraries may print other lines first
         return Trace.from_json(trace_json)
 
     def _process_count(self, strategy: str) -> int:
         return 1 if strategy == "single" else self.cluster.process_count
 
     def plan_line(self, strategy: str, trace: Trace, image_count: int, largest_image_count: int) -> PlanLine:
-        """Return the plan's line for a strategy. The efficiency is relative to the first returned line.
+        """Return the plan's line for a strategy.
+
+        Call this method for all strategies in the table's order. The first strategy with a batch that fits
+        into memory sets `min_launches` for all strategies. The first strategy with an estimated speed sets
+        the speed per device to which all efficiencies are relative.
 
         Args:
             strategy: Strategy name.
@@ -246,7 +280,8 @@ class Planning:
             image_count: Number of images per forward pass, or 0 if no batch fits into memory.
             largest_image_count: Maximum number of images per forward pass that fit into memory.
         """
-        process_count, memory_bytes = self._process_count(strategy), memory_by_part(strategy, trace)
+        process_count = self._process_count(strategy)
+        memory_bytes = memory_by_part(strategy, trace)
         config_file = config_of_strategy(strategy)
         plan_line = PlanLine(
             strategy, config_file, memory_bytes, image_count, largest_image_count, limit="does not fit"
@@ -258,7 +293,7 @@ class Planning:
         accumulations = self.recipe.batch_size // (image_count * process_count)
         link_bytes, network_bytes = cost.sent_bytes(trace, cluster, accumulations)
         plan_line = replace(plan_line, link_bytes=link_bytes, network_bytes=network_bytes)
-        if strategy == "offload":
+        if strategy == "offload":  # the trace does not show how long the CPU's optimizer takes
             return replace(plan_line, limit="the CPU's optimizer")
         execution = self.execution(strategy)
         step_s, bottleneck = cost.step_time(trace, cluster, execution, self.min_launches, accumulations)
@@ -274,30 +309,37 @@ class Planning:
         )
 
     def _step_count(self) -> int:
-        """Return the number of optimizer steps in the entire recipe."""
+        """Return the number of optimizer steps in the entire recipe, or 0 if the data's size is unknown."""
         step_count = (self.training_image_count or 0) // self.recipe.batch_size * self.recipe.epochs
         return min(step_count, self.recipe.max_steps or step_count)
 
     def execution(self, strategy: str) -> Execution:
-        """Return the steps' execution mode, by the CUDA graph rules in step_graph.py."""
+        """Return the measured constants for steps under a strategy.
+
+        The conditions are a copy of capture_obstacle() in step_graph.py, which decides during training
+        whether a step runs as a CUDA graph.
+        """
         recipe = self.recipe
         uses_cuda_graph = strategy in ("single", "ddp", "fsdp") and recipe.step_graph is not False
         uses_cuda_graph &= self.precision != "fp16" and recipe.compile in (None, "no", "default")
         uses_cuda_graph &= not recipe.grad_checkpointing and recipe.grad_compression == "no"
+        # A CUDA graph needs a fused optimizer. build_optimizer() supports fused SGD if it accepts `fused`.
         fuses_sgd = "fused" in signature(self.build_optimizer).parameters and strategy != "fsdp"
         fused_optimizers = ("adamw", "sgd") if fuses_sgd else ("adamw",)
         uses_cuda_graph &= recipe.optimizer in fused_optimizers
         return Execution.of(recipe.compile, uses_cuda_graph)
 
     def recommendation(self, plan_lines: Sequence[PlanLine]) -> str:
-        """Return a text with the recommended strategy, its command, and reasons against other strategies."""
+        """Return a text with the recommended strategy, its command, and reasons against other strategies.
+
+        On several devices, `single` is only the baseline and is never recommended.
+        """
         has_one_process = self.cluster.process_count == 1
         candidate_lines = [line for line in plan_lines if line.strategy != "single" or has_one_process]
         if not (fitting_lines := [line for line in candidate_lines if line.images]):
             return "No strategy fits into the memory. Use more GPUs, --grad_checkpointing or a smaller model."
         min_images_per_s = max(line.images_per_s or 0 for line in fitting_lines) / EQUAL_SPEED_RATIO
-        # Later strategies shard more, so the first of several equally fast strategies is the simplest
-        # strategy.
+        # STRATEGIES starts with the simplest strategy, so the first line that is fast enough is the simplest.
         best_line = next(line for line in fitting_lines if (line.images_per_s or 0) >= min_images_per_s)
         choice_reason = f"the simplest strategy within {(EQUAL_SPEED_RATIO - 1) * 100:.0f} % of the fastest"
         if best_line.limit == cost.LAUNCHES:  # the estimate ignores differences in launch overhead
@@ -310,6 +352,7 @@ class Planning:
         return "\n".join([recommendation_heading, f"    {shlex.join(training_command)}", *rejections])
 
     def _training_command(self, plan_line: PlanLine) -> list[str]:
+        """Return the words of the command that starts the training as planned."""
         has_several_hosts = self.cluster.host_count > 1
         launch_py_command = ["python", "launch.py", "--hostfile", "hostfile"]
         training_command = launch_py_command if has_several_hosts else ["accelerate", "launch"]
@@ -317,12 +360,13 @@ class Planning:
         if not has_several_hosts:
             training_command += ["--num_processes", str(self.cluster.gpus_per_host)]
         training_command += [*self.script_command, "--per_device_batch_size", str(plan_line.images)]
-        if self.precision != "bf16" and not self.recipe.mixed_precision:
+        if self.precision != "bf16" and not self.recipe.mixed_precision:  # the configs select bf16
             training_command += ["--mixed_precision", self.precision]
         return training_command
 
 
 def config_of_strategy(strategy: str) -> str:
+    """Return the path of the strategy's accelerate config, relative to the repository."""
     return f"accelerate_configs/{CONFIG_BY_STRATEGY.get(strategy, f'{strategy}_4gpu')}.yaml"
 
 
@@ -336,17 +380,22 @@ def possible_strategies(host_count: int, gpus_per_host: int, grad_compression: s
 
 
 def compress_traffic(trace: Trace, grad_compression: str) -> Trace:
-    """Halve the bytes of DDP's collectives if --grad_compression makes DDP exchange gradients in 16 bits."""
+    """Return the trace with half of the collectives' bytes if --grad_compression applies to the strategy.
+
+    With this flag, DDP exchanges gradients in 16 instead of 32 bits.
+    """
     if grad_compression == "no" or trace.strategy != "ddp":
         return trace
-    collectives = trace.collectives
-    halved_collectives = [(name, moved_bytes // 2, ranks) for name, moved_bytes, ranks in collectives]
+    halved_collectives = [
+        (name, moved_bytes // 2, rank_count) for name, moved_bytes, rank_count in trace.collectives
+    ]
     return replace(trace, collectives=halved_collectives)
 
 
 def memory_by_part(strategy: str, trace: Trace) -> dict[str, int]:
     """Return the bytes in each category of a device's memory at the step's peak.
 
+    Each category is capped so that all categories together equal the peak. The CUDA context is added.
     MemTracker does not recognise DDP's gradients, because these gradients are views of buckets. This function
     includes the buckets in the gradients.
     """
@@ -359,7 +408,7 @@ def memory_by_part(strategy: str, trace: Trace) -> dict[str, int]:
     gradient_bytes = min(peak_bytes.get("Gradient", 0) or trace.gradient_bytes, other_bytes)
     return {
         "parameters": trace.parameter_bytes,
-        "optimizer": 0 if strategy == "offload" else optimizer_bytes,
+        "optimizer": 0 if strategy == "offload" else optimizer_bytes,  # offload uses the host's memory
         "activations": activation_bytes,
         "buffers": buffer_bytes,
         "gradients": gradient_bytes,

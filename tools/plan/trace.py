@@ -89,6 +89,7 @@ class _OperationRecorder(DispatchMode):
         self.collectives: list[Collective] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run an operator, and record it if it is a collective or launches a kernel."""
         kwargs = kwargs or {}
         operator_result = func(*args, **kwargs)
         operator_name = func.overloadpacket.__name__
@@ -100,6 +101,7 @@ class _OperationRecorder(DispatchMode):
                 read_tensors = _tensors_in((args, kwargs))
                 flop_formula = flop_registry.get(func.overloadpacket)
                 flops = flop_formula(*args, **kwargs, out_val=operator_result) if flop_formula else 0
+                # Count a tensor once if the operator reads it twice or overwrites it.
                 tensor_by_id = {id(tensor): tensor for tensor in (*read_tensors, *written_tensors)}
                 moved_bytes = sum(tensor.nbytes for tensor in tensor_by_id.values())
                 if moved_bytes:  # operators on empty tensors do not launch a kernel
@@ -108,10 +110,12 @@ class _OperationRecorder(DispatchMode):
         return operator_result
 
     def _record_collective(self, operator_name: str, arguments: tuple[Any, ...]) -> None:
+        """Record the name, bytes and rank count of a c10d operator in COLLECTIVE_BY_OPERATOR."""
         if collective_name := COLLECTIVE_BY_OPERATOR.get(operator_name):
             # The larger of a collective's output (first argument) and input contains all of its bytes.
             largest_argument = arguments[1] if collective_name == "reduce_scatter" else arguments[0]
             moved_bytes = sum(tensor.nbytes for tensor in _tensors_in(largest_argument))
+            # Operators receive the process group as a boxed TorchScript object.
             script_objects = [argument for argument in arguments if isinstance(argument, torch.ScriptObject)]
             boxed_group = next(argument for argument in script_objects if "ProcessGroup" in str(argument))
             rank_count = dist.ProcessGroup.unbox(boxed_group).size()
@@ -126,13 +130,22 @@ class TracedTraining:
     """A script's model and optimizer, wrapped by an engine for rank 0 of a job."""
 
     def __init__(self, job: PlannedJob, image_count: int):
-        """Build the model on the meta device. `image_count` is the number of images per forward pass."""
+        """Turn this process into the job's rank 0, and build the script's model on the meta device.
+
+        Args:
+            job: Job to trace. This process can trace only one job.
+            image_count: Number of images per forward pass.
+
+        Raises:
+            ValueError: If the script does not train on images.
+        """
         script_path, *script_flags = job.script_command
         self.script_module = load_script(Path(script_path))
         recipe = recipe_of(self.script_module, script_flags)
         if not (isinstance(recipe, ImageRecipe) and hasattr(self.script_module, "build_model")):
             explanation = "plan.py supports only scripts that train on images."
             raise ValueError(f"{script_path} does not define build_model(). {explanation}")
+        # The planner applies both flags to the finished trace: see compress_traffic() and Execution.of().
         recipe = dataclasses.replace(without_training_flags(recipe), grad_compression="no", compile="no")
         self.recipe = recipe
         batch = Batch(image_count * job.process_count, image_count, job.process_count, accumulations=1)
@@ -144,7 +157,7 @@ class TracedTraining:
             self.model = self.script_module.build_model(recipe, ASSUMED_CLASS_COUNT)
 
     def wrap_model(self) -> None:
-        """Build the optimizer, and wrap model and optimizer with the engine."""
+        """Build the optimizer, wrap model and optimizer with the engine, and create the EMA if enabled."""
         self.optimizer: Any = self.script_module.build_optimizer(self.model, self.recipe)
         self.model, self.optimizer = wrap(self.accelerator, self.model, self.optimizer)
         ema_decay = self.recipe.ema_decay
@@ -157,7 +170,7 @@ class TracedTraining:
 
     def train_step(self, images: Tensor, labels: Tensor, on_gradients: Callable[[], None]) -> None:
         """Run an optimizer step with one micro-batch. Call on_gradients() after the backward pass."""
-        reseed(self.recipe.seed, 0, 0)
+        reseed(self.recipe.seed, 0, 0)  # step 0, micro-batch 0
         with self.accelerator.accumulate(self.model):
             loss = F.cross_entropy(self.model(images).float(), labels)
             self.accelerator.backward(loss)  # under DeepSpeed, this call includes the optimizer's step
@@ -167,7 +180,7 @@ class TracedTraining:
             self.optimizer.step()
             self.optimizer.zero_grad()
         if self.average:
-            self.average.update(0)
+            self.average.update(0)  # step 0
 
 
 def _has_attention_kernel(device: DeviceSpecs, accelerator: JobAccelerator) -> bool:
@@ -177,7 +190,15 @@ def _has_attention_kernel(device: DeviceSpecs, accelerator: JobAccelerator) -> b
 
 
 def trace(job: PlannedJob, image_counts: list[int]) -> Trace:
-    """Trace an optimizer step of rank 0 with one micro-batch of each size."""
+    """Trace rank 0's optimizer step with one micro-batch.
+
+    Kernels and collectives are traced with the first image count, and peak memory with each image count.
+    For a GPU, the peak is also traced near the largest image count that fits into the GPU's memory.
+
+    Args:
+        job: Job to trace.
+        image_counts: Numbers of images per forward pass, at least two.
+    """
     first_image_count, *_ = image_counts
     training = TracedTraining(job, first_image_count)
     memory_bytes = job.device.memory_gb * 1e9 if job.device else 0
@@ -191,10 +212,11 @@ def trace(job: PlannedJob, image_counts: list[int]) -> Trace:
         record_reducer_collectives(model, reducer_collectives)
         layout = layout_of(model, training.optimizer)
         memory_tracker = torch_fakes.memory_tracker()
+        # These tensors exist before the tracker starts.
         memory_tracker.track_external(model, *leaves(layout.local_tensors), *ema_tensors)
         gradient_bytes = 0
 
-        def record_gradient_bytes() -> None:
+        def record_gradient_bytes() -> None:  # runs in each step, while the gradients exist
             nonlocal gradient_bytes
             gradients = [parameter.grad for parameter in model.parameters()]
             gradient_bytes = sum(_local_bytes(gradient) for gradient in gradients if gradient is not None)
@@ -204,7 +226,7 @@ def trace(job: PlannedJob, image_counts: list[int]) -> Trace:
             images = torch.empty(training.batch_shape(image_count), memory_format=torch.channels_last)
             labels = torch.empty(image_count, dtype=torch.int64)
             training.train_step(images, labels, record_gradient_bytes)
-            memory_tracker.reset_mod_stats()
+            memory_tracker.reset_mod_stats()  # the statistics of modules are not used
 
         peak_bytes: dict[int, dict[str, int]] = {}  # by number of images, then by category
 
@@ -212,6 +234,7 @@ def trace(job: PlannedJob, image_counts: list[int]) -> Trace:
             torch_fakes.reset_peak_memory(memory_tracker)
             trace_step(image_count)
             peak_items = memory_tracker.get_tracker_snapshot("peak")[torch.device("cpu")].items()
+            # Categories are enum members, but the key "Total" is a string.
             peak_bytes[image_count] = {str(getattr(key, "value", key)): size for key, size in peak_items}
 
         with memory_tracker:
@@ -226,9 +249,10 @@ def trace(job: PlannedJob, image_counts: list[int]) -> Trace:
                 largest_image_count = estimate_largest_size(peak_bytes, memory_bytes)
                 if largest_image_count == 0 or largest_image_count in peak_bytes:
                     break
-                trace_peak(largest_image_count)
+                trace_peak(largest_image_count)  # the next estimate is based on these two traces
                 trace_peak(largest_image_count + IMAGE_QUANTUM)
     optimizer_tensors = _tensors_in(layout.local_states())
+    # ZeRO's flat partitions are its fp32 master weights.
     optimizer_tensors += [*(layout.local_tensors if layout.has_flat_partitions else ()), *ema_tensors]
     return Trace(
         strategy=strategy(training.accelerator),
@@ -243,10 +267,12 @@ def trace(job: PlannedJob, image_counts: list[int]) -> Trace:
 
 
 def _local_bytes(tensor: Any) -> int:
+    """Return the size of rank 0's shard of a DTensor, or of a whole tensor."""
     return to_local(tensor).nbytes
 
 
 def main() -> None:
+    """Trace the job that the command line describes, and print the trace as a line of JSON."""
     _, config_file, process_count, host_count, image_counts, device_name, *script_command = sys.argv
     sys.argv[:] = script_command  # error messages start with the script's name
     device = find_device(device_name)

@@ -42,7 +42,7 @@ class ByteStream:
         open_chunks_at: Callable[[int], Iterator[bytes]],
         hash_algorithm: str | None,
     ):
-        """Open the stream at its beginning.
+        """Create the stream at its beginning. The first read opens the source.
 
         Args:
             display_name: The stream's name in messages.
@@ -63,7 +63,8 @@ class ByteStream:
         return self
 
     def __exit__(self, *_) -> None:
-        self._chunks = iter(())  # closes pending requests
+        """Close pending requests and stop the hash thread."""
+        self._chunks = iter(())  # dropping the generator closes its file or requests
         self._hash_thread.shutdown()
 
     @property
@@ -84,9 +85,9 @@ class ByteStream:
         return b"".join(slices)
 
     def seek(self, position: int) -> None:
-        """Move forward to a position.
+        """Move forward to a position. The stream can't move backwards.
 
-        Start a new request for a long distance, unless all bytes are hashed.
+        For a long distance, reopen the source at the position, unless all bytes must be hashed.
         """
         if self._hash is None and position > self._chunk_start + 2 * len(self._chunk):
             self._chunks = self._open_chunks_at(position)
@@ -95,7 +96,10 @@ class ByteStream:
             pass
 
     def digest(self) -> str:
-        """Read the rest of the stream, and return the whole stream's hash as hex digits."""
+        """Read the rest of the stream, and return the whole stream's hash as hex digits.
+
+        This method requires a stream that was opened with a hash algorithm.
+        """
         self.seek(self.size)
         assert self._hash is not None
         if self._hash_future is not None:
@@ -103,7 +107,7 @@ class ByteStream:
         return self._hash.hexdigest()
 
     def _read_next_chunk(self) -> bool:
-        """Move to the next chunk. Return False at the end of the stream."""
+        """Read the next chunk, and start hashing it in a thread. Return False at the end of the stream."""
         self._chunk_start += len(self._chunk)
         self._chunk, self._index_in_chunk = next(self._chunks, b""), 0
         if not self._chunk and self._chunk_start < self.size:
@@ -112,7 +116,7 @@ class ByteStream:
             raise ValueError(f"{self.display_name} ended early, {failure_position}. {remedy}")
         if self._hash is not None:
             if self._hash_future is not None:
-                self._hash_future.result()
+                self._hash_future.result()  # chunks must be hashed in order, and must not pile up
             self._hash_future = self._hash_thread.submit(self._hash.update, self._chunk)
         return bool(self._chunk)
 
@@ -120,13 +124,13 @@ class ByteStream:
 def open_stream(
     location: str, hash_name: str | None = None, store: ObjectStore | None = None, headers_only: bool = False
 ) -> ByteStream:
-    """Open a file or `s3://bucket/key`. An interrupted download resumes with a range request.
+    """Open a file or `s3://bucket/key` for reading. An interrupted download resumes with a range request.
 
     Args:
         location: Path or s3:// URL.
         hash_name: "md5" or "sha256" to hash all bytes, or None.
         store: Bucket client. Share the client between objects, because creating a client takes 0.2 s.
-        headers_only: True if only the archive's headers will be read.
+        headers_only: True to read a file in small chunks, because only the archive's headers will be read.
 
     Raises:
         ValueError: If the file or object is missing, or if access is denied.
@@ -149,6 +153,7 @@ def open_stream(
 
 
 def _file_chunks(archive_path: Path, chunk_bytes: int, start_position: int) -> Iterator[bytes]:
+    """Yield a file's content from a position in chunks. The last chunk may be shorter."""
     with open(archive_path, "rb", buffering=0) as archive_file:
         archive_file.seek(start_position)
         while chunk := archive_file.read(chunk_bytes):
@@ -165,6 +170,7 @@ class ArchiveMember(NamedTuple):
     size: int  # in bytes
 
     def read(self) -> bytes:
+        """Return the member's content. The archive's stream moves to the end of the content."""
         self.stream.seek(self.offset)
         return self.stream.read(self.size)
 
@@ -173,14 +179,16 @@ class _HeaderReader:
     """File object from which tarfile reads an archive's headers. The file ends where the archive ends."""
 
     def __init__(self, archive: ArchiveMember):
-        self.stream, self.tell = archive.stream, archive.stream.tell
+        self.stream = archive.stream
+        self.tell = archive.stream.tell
         self.archive_end = archive.offset + archive.size
-        self.last_read = b""
+        self.last_read = b""  # after the last header, archive_members() looks for the end mark here
 
     def seek(self, position: int) -> None:
         self.stream.seek(min(position, self.archive_end))
 
     def read(self, byte_count: int) -> bytes:
+        """Read up to `byte_count` bytes of the archive. A damaged header may request too many bytes."""
         if not 0 <= byte_count <= MAX_HEADER_BYTES:
             raise tarfile.ReadError(f"an extended header has {byte_count:,} bytes")
         self.last_read = self.stream.read(min(byte_count, self.archive_end - self.tell()))
@@ -207,18 +215,24 @@ def archive_members(archive: ArchiveMember) -> Iterator[ArchiveMember]:
     except tarfile.TarError as error:
         damage_text = f"is truncated or damaged ({error})"
         raise ValueError(f"{archive.display_name} {damage_text}. {DOWNLOAD_AGAIN}.") from None
-    if reader.last_read != bytes(tarfile.BLOCKSIZE):  # tarfile stops at an invalid header without an error
+    # At an invalid header, tarfile stops without an error. A complete archive ends with a block of zeros.
+    if reader.last_read != bytes(tarfile.BLOCKSIZE):
         damage = f"is truncated or damaged at byte {reader.tell():,}, because the end mark is missing"
         raise ValueError(f"{archive.display_name} {damage}. {DOWNLOAD_AGAIN}.")
-    while remaining_bytes := reader.read(MAX_HEADER_BYTES):
+    while remaining_bytes := reader.read(MAX_HEADER_BYTES):  # only zeros may follow the end mark
         if any(remaining_bytes):
             remedy = "Archives that were joined with cat can't be read. Pass each archive separately."
             raise ValueError(f"{archive.display_name} contains data after its end mark. {remedy}")
 
 
 def _checked_member(archive: ArchiveMember, header: tarfile.TarInfo, archive_end: int) -> ArchiveMember:
+    """Return the member that a header describes.
+
+    Raises:
+        ValueError: If the member has an unsafe name, is not a regular file, is too large or is truncated.
+    """
     member_name, member_problem = header.name.removeprefix("./"), ""
-    max_bytes = math.inf if member_name.endswith(".tar") else MAX_IMAGE_BYTES
+    max_bytes = math.inf if member_name.endswith(".tar") else MAX_IMAGE_BYTES  # an inner archive may be large
     if not member_name.isprintable() or any(part in ("", ".", "..") for part in member_name.split("/")):
         member_problem = "is not a plain relative name. Absolute names and .. are not accepted"
     elif not header.isreg() or header.issparse():

@@ -46,8 +46,10 @@ def read_devkit(stream: ByteStream, subset: bool = False) -> tuple[dict[str, str
     if missing_files := [name for name in (CLASSES_FILE, LABELS_FILE) if name not in content_by_file]:
         devkit_problem = f"does not contain {missing_files[0]}. Pass {DEVKIT_ARCHIVE} (tasks 1 and 2)"
         raise ValueError(f"{stream.display_name} {devkit_problem}.")
+    # Names of the two files in messages
     classes_name, labels_name = (f"{stream.display_name}: {file}" for file in (CLASSES_FILE, LABELS_FILE))
     wnid_by_id, words_by_wnid = _read_classes(classes_name, content_by_file[CLASSES_FILE])
+    # A label is the class's index in the order of WordNet ids. LABELS_FILE contains ILSVRC2012 ids instead.
     label_by_wnid = {wnid: label for label, wnid in enumerate(words_by_wnid)}
     class_ids = content_by_file[LABELS_FILE].decode(errors="replace").split()
     if unknown_ids := set(class_ids) - set(map(str, wnid_by_id)):
@@ -61,9 +63,15 @@ def read_devkit(stream: ByteStream, subset: bool = False) -> tuple[dict[str, str
 
 
 def read_val_labels(stream: ByteStream, wnids: Sequence[str], subset: bool = False) -> np.ndarray:
-    """Read the validation labels from a list.
+    """Read the validation labels from a --val_labels file.
 
-    Each line contains a class's WordNet id or its index in `wnids`, optionally after the image's name.
+    Each line contains a class's WordNet id or its index in `wnids`, optionally after the image's name. Lines
+    without image names are in image name order.
+
+    Args:
+        stream: The file's content.
+        wnids: WordNet ids of all classes, in label order.
+        subset: True to accept numbers of images other than VAL_IMAGES_PER_CLASS per class.
 
     Returns:
         The labels, int64 [images], in image name order.
@@ -71,27 +79,30 @@ def read_val_labels(stream: ByteStream, wnids: Sequence[str], subset: bool = Fal
     Raises:
         ValueError: If a line is wrong. The message contains the line number.
     """
-    label_by_class = {str(label): label for label in range(len(wnids))}
-    label_by_class |= {wnid: label for label, wnid in enumerate(wnids)}
+    label_by_key = {str(label): label for label in range(len(wnids))}
+    label_by_key |= {wnid: label for label, wnid in enumerate(wnids)}
     label_by_image_number: dict[int, int] = {}  # image numbers start at 1
     label_lines = stream.read(MAX_DEVKIT_BYTES).decode(errors="replace").splitlines()
     rows = [re.split(r"[,\s]+", label_line) for label_line in label_lines]
-    rows = [row for row in rows if row[0] and row[0] != "ImageId"]  # skips the header line of Kaggle's file
-    class_names = [row[1] if len(row) > 1 and VAL_NAME_PATTERN.fullmatch(row[0]) else row[0] for row in rows]
+    # Skip empty lines and the header line of Kaggle's file.
+    rows = [row for row in rows if row[0] and row[0] != "ImageId"]
+    # A WordNet id or an index, in the second field if the first field is the image's name
+    class_keys = [row[1] if len(row) > 1 and VAL_NAME_PATTERN.fullmatch(row[0]) else row[0] for row in rows]
     if not rows:
         raise ValueError(f"{stream.display_name} contains no labels. Write one label per line.")
-    is_one_based = "0" not in class_names and str(len(wnids)) in class_names
-    if is_one_based and all(class_name.isdecimal() for class_name in class_names):
+    # Indices in `wnids` start at 0, but the ids in the development kit's file start at 1.
+    is_one_based = "0" not in class_keys and str(len(wnids)) in class_keys
+    if is_one_based and all(class_key.isdecimal() for class_key in class_keys):
         problem = "numbers the classes from 1, like the development kit, which orders the classes differently"
         remedy = f"Pass --devkit {DEVKIT_ARCHIVE}, or a list of WordNet ids."
         raise ValueError(f"{stream.display_name} {problem}. {remedy}")
-    for line_number, (row, class_name) in enumerate(zip(rows, class_names, strict=True), 1):
-        if class_name not in label_by_class:
-            label_problem = f"{class_name} is not one of the {len(wnids):,} classes in {TRAIN_ARCHIVE}"
+    for line_number, (row, class_key) in enumerate(zip(rows, class_keys, strict=True), 1):
+        if class_key not in label_by_key:
+            label_problem = f"{class_key} is not one of the {len(wnids):,} classes in {TRAIN_ARCHIVE}"
             raise ValueError(f"{stream.display_name} line {line_number}: {label_problem}")
         image_match = VAL_NAME_PATTERN.fullmatch(row[0])
         image_number = int(image_match[1]) if image_match else line_number
-        label_by_image_number[image_number] = label_by_class[class_name]
+        label_by_image_number[image_number] = label_by_key[class_key]
     expected_numbers = set(range(1, len(label_by_image_number) + 1))
     if missing_numbers := expected_numbers - label_by_image_number.keys():
         raise ValueError(f"{stream.display_name} has no label for validation image {min(missing_numbers)}")
@@ -102,12 +113,15 @@ def read_val_labels(stream: ByteStream, wnids: Sequence[str], subset: bool = Fal
 
 
 def check_class_count(archive_name: str, class_count: int) -> None:
-    """Raise ValueError unless the number of classes matches ILSVRC2012."""
+    """Raise ValueError unless an archive contains as many classes as ILSVRC2012."""
     _check_count(f"{archive_name} contains {{}} classes", class_count, CLASS_COUNT)
 
 
 def _check_image_counts(file_name: str, labels: np.ndarray) -> None:
-    """Raise ValueError unless the number of validation images per class matches ILSVRC2012."""
+    """Raise ValueError unless the label file contains 50,000 labels and at most 50 per class.
+
+    Together, the two limits require 50 labels of each class. `labels` is int64 [images].
+    """
     image_counts = np.bincount(labels, minlength=CLASS_COUNT)
     largest_class, max_images = image_counts.argmax(), int(image_counts.max())
     _check_count(f"{file_name} contains {{}} lines", len(labels), CLASS_COUNT * VAL_IMAGES_PER_CLASS)
@@ -116,13 +130,18 @@ def _check_image_counts(file_name: str, labels: np.ndarray) -> None:
 
 
 def _check_count(message_format: str, count: int, published_count: int) -> None:
+    """Raise ValueError if the counts differ. `message_format` contains {} in place of `count`."""
     if count != published_count:
         count_message = f"{message_format.format(f'{count:,}')}, but ILSVRC2012 has {published_count:,}"
         raise ValueError(f"{count_message}. Add --subset to accept a subset.")
 
 
 def _read_devkit_files(stream: ByteStream) -> dict[str, bytes]:
-    """Return the contents of the files CLASSES_FILE and LABELS_FILE, if the archive contains them."""
+    """Return the contents of the files CLASSES_FILE and LABELS_FILE, if the archive contains them.
+
+    Raises:
+        ValueError: If the archive is damaged or is not a gzip file.
+    """
     content_by_file = {}
     try:
         # Decompress the whole file, so that its checksum is verified.
@@ -139,12 +158,19 @@ def _read_devkit_files(stream: ByteStream) -> dict[str, bytes]:
 
 
 def _read_classes(file_name: str, mat_content: bytes) -> tuple[dict[int, str], dict[str, str]]:
-    """Read the classes, which are the synsets without children, from meta.mat.
+    """Parse the content of meta.mat, whose synsets without children are the classes.
 
-    Reading meta.mat executes no code, because MATLAB's functions and objects are read as data.
+    Parsing executes no code, because scipy reads MATLAB's functions and objects as data.
+
+    Args:
+        file_name: The file's name in messages.
+        mat_content: The file's content.
 
     Returns:
         A tuple of two mappings: from ILSVRC2012 ids to WordNet ids, and from WordNet ids, sorted, to words.
+
+    Raises:
+        ValueError: If the content is not a list of synsets, or if an id occurs twice.
     """
     from scipy.io import loadmat
 

@@ -30,7 +30,14 @@ class Journal:
     def __init__(
         self, folder: Path, store: ObjectStore | None, settings: dict[str, Any], dataset: OriginalImages
     ):
-        """Open a folder's journal. A preparation can resume only with the same `settings`."""
+        """Store the arguments. locked() reads the journal's file, and begin_or_resume() writes it.
+
+        Args:
+            folder: Local folder for the journal, the shards and the indices.
+            store: Store that is the preparation's output, or None if `folder` is the output.
+            settings: JSON values that determine the output. A preparation resumes only with equal settings.
+            dataset: Data set whose parts are compared with the parts of an earlier start.
+        """
         self.folder, self.store, self.settings, self.dataset = folder, store, settings, dataset
         self.output_location = str(folder) if store is None else store.url
         self.earlier_journal: dict[str, Any] | None = None  # journal from an earlier, interrupted start
@@ -38,10 +45,13 @@ class Journal:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the folder and read the folder's journal. The kernel releases the lock when the process ends.
+        """Lock the folder during the context, create the folder if necessary, and read an earlier journal.
+
+        The kernel releases the lock when the process ends, even after a kill.
 
         Raises:
-            ValueError: If the journal belongs to a different --out, which may already contain uploads.
+            ValueError: If another process holds the lock, or if the journal belongs to a different --out,
+                which may already contain uploads.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         folder_fd = os.open(self.folder, os.O_RDONLY)
@@ -49,7 +59,8 @@ class Journal:
             if not try_lock(folder_fd):
                 lock_problem = f"another process prepares images in {self.folder}"
                 raise ValueError(f"{lock_problem}. Wait until that process ends.")
-            journal_file, store_url = self.folder / JOURNAL, self.store and self.store.url
+            journal_file = self.folder / JOURNAL
+            store_url = self.store and self.store.url
             if journal_file.exists():
                 self.earlier_journal = read_json(journal_file)
                 split_entries = self.earlier_journal["splits"].items()
@@ -68,12 +79,14 @@ class Journal:
                 )
             yield
         finally:
-            os.close(folder_fd)
+            os.close(folder_fd)  # releases the lock
 
     # --- A complete preparation
 
     def complete_splits(self) -> dict[str, Any] | None:
-        """Return the manifest's splits if the preparation is complete, else None.
+        """Return the manifest's splits if an earlier start completed the preparation, else None.
+
+        If the preparation is complete, this method removes a journal that a killed process left.
 
         Raises:
             ValueError: If the settings differ, an index or shard is missing, or a local shard has a wrong
@@ -95,11 +108,10 @@ class Journal:
         self._check_settings(manifest["settings"])
         manifest_splits = manifest["splits"]
         shards = [shard for split_entry in manifest_splits.values() for shard in split_entry["shards"]]
-        own_shards = [shard for shard in shards if not shard["file"].startswith("s3://")]
-        size_by_file = {
-            index_file_name(split): None for split in manifest_splits
-        }  # the manifest contains no index size
-        size_by_file |= {shard["file"]: shard["bytes"] for shard in own_shards}
+        # Shards with s3:// URLs were indexed in place and are not part of the output.
+        checked_shards = [shard for shard in shards if not shard["file"].startswith("s3://")]
+        size_by_file = dict.fromkeys(map(index_file_name, manifest_splits))  # no index sizes in the manifest
+        size_by_file |= {shard["file"]: shard["bytes"] for shard in checked_shards}
         stored_files = set() if self.store is None else set(self.store.list())
         for file_name, expected_size in size_by_file.items():
             local_file = self.folder / file_name
@@ -114,6 +126,7 @@ class Journal:
         return manifest_splits
 
     def _check_settings(self, earlier_settings: dict[str, Any]) -> None:
+        """Raise ValueError if one of the current settings differs from an earlier start's settings."""
         for setting_name, current_value in self.settings.items():
             if earlier_settings.get(setting_name) != current_value:
                 change = f"{setting_name} was {earlier_settings.get(setting_name)} and is now {current_value}"
@@ -124,7 +137,10 @@ class Journal:
     # --- Begin or resume
 
     def begin_or_resume(self) -> None:
-        """Open the journal, keep finished splits and remove the files of an interrupted split.
+        """Write a new journal, or write an earlier journal again with this start's values.
+
+        In both cases, the current journal keeps finished splits. Files of unfinished splits are removed from
+        the folder. Call this method within `with locked()`, after the data set's classes were read.
 
         Raises:
             ValueError: If the settings or an input of a finished split changed, or if a new folder or prefix
@@ -143,12 +159,13 @@ class Journal:
                 if name_match and name_match[1] not in earlier_journal["splits"]:
                     output_file.unlink()
         if earlier_journal is None or not earlier_journal["splits"]:
-            self._check_output_is_empty()
+            self._claim_empty_output()
             self.current_journal = current_header | {"splits": {}}
             self._save_journal()
             return
         input_keys = ("inputs", "names_and_sizes")
-        # _check_finished_inputs() compares the inputs.
+        # Inputs of unfinished splits may change, so treat the inputs as equal here. _check_finished_inputs()
+        # compares the inputs of finished splits.
         current_inputs = {key: self.settings[key] for key in input_keys if key in self.settings}
         self._check_settings(earlier_journal["settings"] | current_inputs)
         for split, split_entry in earlier_journal["splits"].items():
@@ -160,12 +177,13 @@ class Journal:
         self._save_journal()
         print(f"resuming in {self.folder}, keeping {' and '.join(earlier_journal['splits'])}", flush=True)
 
-    def _check_output_is_empty(self) -> None:
+    def _claim_empty_output(self) -> None:
+        """Raise ValueError if the folder or the store contains other files. Write a marker into the store."""
         if other_files := [file.name for file in self.folder.iterdir() if file.name[0] != "."]:
             folder_problem = f"contains other files, such as {other_files[0]}"
             raise ValueError(f"{self.folder} {folder_problem}. Pass a new folder.")
         if self.store is not None:
-            self.store.probe()
+            self.store.probe()  # fail now if the store can't be written
             # Accept hidden objects, for example from a killed probe, and accept shards whose --work_dir was
             # lost.
             has_started = self.store.read(JOURNAL) is not None
@@ -177,7 +195,7 @@ class Journal:
             self.store.write(JOURNAL, json.dumps({"settings": self.settings}).encode())
 
     def _check_finished_inputs(self, earlier_journal: dict[str, Any]) -> None:
-        """Raise ValueError if a finished split's input has been replaced."""
+        """Raise ValueError if a finished split's input or the list of classes has changed."""
         earlier_inputs = earlier_journal["settings"]["inputs"]
         for part in sorted(earlier_inputs.keys() | self.dataset.locations.keys()):
             earlier_input = (earlier_inputs.get(part), earlier_journal["versions"].get(part))
@@ -187,6 +205,7 @@ class Journal:
                 input_change = "the list of classes changed"
             elif earlier_input == current_input:
                 continue
+            # The development kit affects both splits. Any other part is the split with the same name.
             if part == "devkit" or part in earlier_journal["splits"]:
                 input_problem = f"{input_change} since the preparation in {self.folder} started"
                 raise ValueError(f"{input_problem}. Remove the folder and start again.")
@@ -194,16 +213,28 @@ class Journal:
     # --- Progress
 
     def split_entry(self, split: str) -> dict[str, Any]:
-        """Return a finished split's entry, or an empty dict for any other split."""
+        """Return a finished split's entry in the journal, or an empty dict for any other split."""
         return self.current_journal["splits"].get(split, {})
 
     def record_split(self, split: str, split_entry: dict[str, Any]) -> None:
-        """Record a finished split in the journal."""
+        """Record a finished split, and save the journal on disk.
+
+        Args:
+            split: Split name.
+            split_entry: Values with the keys "finished" (the split's manifest entry), "odd" (re-encoded
+                images) and "verified" (True if the published MD5 sums were compared).
+        """
         self.current_journal["splits"][split] = split_entry
         self._save_journal()
 
     def write_manifest(self, manifest: dict[str, Any]) -> None:
-        """Write the manifest and remove the journal."""
+        """Write the manifest to the output, and remove the journal, which completes the preparation.
+
+        In a store, delete shards and indices that the manifest does not list.
+
+        Raises:
+            ValueError: If the store does not contain a shard or index. Nothing is written in this case.
+        """
         manifest_content = (json.dumps(manifest, indent=1) + "\n").encode()
         splits = manifest["splits"]
         if self.store is None:
@@ -211,6 +242,7 @@ class Journal:
         else:
             shard_files = [shard["file"] for split in splits.values() for shard in split["shards"]]
             output_files = (*shard_files, *map(index_file_name, splits))
+            # Shards that were indexed in place do not match the pattern.
             new_files = set(filter(OUTPUT_NAME_PATTERN.fullmatch, output_files))
             stored_files = set(filter(OUTPUT_NAME_PATTERN.fullmatch, self.store.list()))
             if missing_files := new_files - stored_files:
@@ -223,6 +255,7 @@ class Journal:
         self._remove_journal()
 
     def _remove_journal(self) -> None:
+        """Remove the journal's file, and the marker from the store."""
         if self.store is not None:
             self.store.delete([JOURNAL])
         (self.folder / JOURNAL).unlink()

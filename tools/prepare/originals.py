@@ -43,6 +43,7 @@ BATCH_IMAGES, BATCH_BYTES = 32, 2**23  # a batch ends at whichever limit is reac
 EXTENSION_BY_MAGIC_BYTES = {b"\x89PNG": ".png", b"RIFF": ".webp", b"BM": ".bmp"}
 
 LabelFunction = Callable[[str | None, str], int]  # maps a class name and a file name to a label
+# A split's image groups, and the archive's stream, or None for folders
 GroupsAndStream = tuple[Iterator["ImageGroup"], ByteStream | None]
 
 
@@ -91,7 +92,10 @@ class ImageBatch(NamedTuple):
 
 
 def class_tars(archive: ArchiveMember) -> Iterator[ImageGroup]:
-    """Yield the class tars (`<class>.tar`) in a tar, in order."""
+    """Yield an image group for each class tar (`<class>.tar`) in a tar, in order. Skip hidden files.
+
+    The archive is a stream, so a group's images can be read only before the next group.
+    """
     for class_tar in archive_members(archive):
         file_name = class_tar.name.rpartition("/")[2]
         if is_hidden(file_name):
@@ -103,8 +107,9 @@ def class_tars(archive: ArchiveMember) -> Iterator[ImageGroup]:
 
 
 def class_folders(root: Path) -> Iterator[ImageGroup]:
-    """Yield the class folders in a folder, sorted. The image `<class>/a/1.jpg` is named a_1.jpg."""
+    """Yield an image group for each class folder, sorted. The image `<class>/a/1.jpg` is named a_1.jpg."""
     for class_name, image_paths in list_images_by_class(root).items():
+        # The files are opened later, when an ImageFile is read.
         image_files = (
             ImageFile(path.removeprefix(f"{class_name}/").replace("/", "_"), (root / path).read_bytes)
             for path in image_paths
@@ -117,6 +122,10 @@ def list_images_by_class(root: Path, ignored_files: IgnoredFiles | None = None) 
 
     The validation images of Kaggle and Tiny ImageNet are not in class folders. A file lists the classes of
     these images. Class folders without images are left out.
+
+    Args:
+        root: Folder with class folders.
+        ignored_files: Object to which this function adds the files and empty folders that it leaves out.
 
     Raises:
         ValueError: If an image has no class, or if a link to an image or folder is dangling, because images
@@ -131,7 +140,7 @@ def list_images_by_class(root: Path, ignored_files: IgnoredFiles | None = None) 
         raise ValueError(f"{dangling_link} is a dangling link. Fix or remove the link.")
     if len(paths_by_class) < 2 and (class_list := _find_class_list(root)):
         paths_by_class = _group_images_by_list(root, list_images(root, IgnoredFiles()), class_list)
-        del ignored_files.counts[OUTSIDE_CLASSES]
+        del ignored_files.counts[OUTSIDE_CLASSES]  # the list assigns these images to classes
     paths_by_class = drop_empty_classes("", paths_by_class, ignored_files)
     if not paths_by_class:
         if OUTSIDE_CLASSES in ignored_files.first_path_by_reason:
@@ -149,8 +158,15 @@ def _find_class_list(root: Path) -> Path | None:
 
 
 def _group_images_by_list(root: Path, image_paths: list[str], class_list: Path) -> dict[str, list[str]]:
-    """Group images by class, sorted. Each line of the file starts with an image's name and class."""
-    names_and_classes = [re.split("[,\t ]", line)[:2] for line in class_list.read_text().splitlines()]
+    """Map the class names in a file, sorted, to the paths of their images.
+
+    Each line of the file `class_list` starts with an image's name and class.
+
+    Raises:
+        ValueError: If the file does not contain an image.
+    """
+    list_lines = class_list.read_text().splitlines()
+    names_and_classes = [re.split("[,\t ]", list_line)[:2] for list_line in list_lines]
     class_by_stem = {fields[0].removesuffix(".JPEG"): fields[-1] for fields in names_and_classes}
     paths_by_class = defaultdict(list)
     for image_path in image_paths:
@@ -161,7 +177,9 @@ def _group_images_by_list(root: Path, image_paths: list[str], class_list: Path) 
 
 
 def labeled_files(groups: Iterable[ImageGroup], label_of: LabelFunction) -> Iterator[LabeledFile]:
-    """Yield the images in the groups with their labels. Skip hidden files and files that are not images.
+    """Yield the images in the groups with labels and unique keys. Skip files that are hidden or not images.
+
+    This generator reads the names of the images, but not their contents.
 
     Raises:
         ValueError: If a name or class occurs twice, or if a group contains no images.
@@ -179,8 +197,8 @@ def labeled_files(groups: Iterable[ImageGroup], label_of: LabelFunction) -> Iter
                 label = label_of(class_name, file_name)
             except ValueError as error:
                 raise ValueError(f"{display_name}: {error}") from None
-            # ILSVRC2012's file names contain the WordNet id and are unique within a split. Other file names
-            # are unique only within a class.
+            # The key names the image in its shard. ILSVRC2012's file names contain the WordNet id and are
+            # unique within a split. Other file names are unique only within a class.
             key = os.path.splitext(file_name)[0].replace(".", "_")
             has_wnid = WNID_PATTERN.fullmatch(class_name or "") and key.startswith(f"{class_name}_")
             if class_name is not None and not has_wnid:
@@ -200,8 +218,17 @@ def labeled_files(groups: Iterable[ImageGroup], label_of: LabelFunction) -> Iter
 
 
 def image_batches(groups: Iterable[ImageGroup], label_of: LabelFunction) -> Iterator[ImageBatch]:
-    """Yield all images in batches. Each batch contains images from only one group."""
-    images, batch_bytes, previous_file = list[RawImage](), 0, None
+    """Read all images, and yield them in batches. Each batch contains images from only one group.
+
+    Args:
+        groups: Image groups, each of which is read completely before the next.
+        label_of: Function that returns an image's label.
+
+    Raises:
+        ValueError: If an image is empty, or if labeled_files() refuses a name.
+    """
+    images: list[RawImage] = []  # images of the current batch
+    batch_bytes, previous_file = 0, None
     for labeled_file in labeled_files(groups, label_of):
         is_batch_full = len(images) == BATCH_IMAGES or batch_bytes >= BATCH_BYTES
         if previous_file and (labeled_file.group_index > previous_file.group_index or is_batch_full):
@@ -219,12 +246,18 @@ def image_batches(groups: Iterable[ImageGroup], label_of: LabelFunction) -> Iter
 
 
 class OriginalImages:
-    """Train and val images in class tars (`<class>.tar`) or class folders (`<class>/`)."""
+    """Train and val images in class tars (`<class>.tar`) or class folders (`<class>/`).
+
+    Subclasses read images in other arrangements.
+    """
 
     checks_md5 = False  # True to compare MD5 sums with the published MD5 sums
 
     def __init__(self, locations: dict[str, str]):
-        """Find the data set. `locations` maps train, val, devkit or val_labels to paths or URLs."""
+        """Inspect the data set's parts: open and close each archive, and list the images in folders.
+
+        `locations` maps the parts train, val, devkit and val_labels, if available, to paths or URLs.
+        """
         self.locations = locations
         self.bytes_by_part: dict[str, int] = {}  # size of each archive, or of all images in each folder
         # Text that changes with a part's content, or None if unknown
@@ -232,33 +265,41 @@ class OriginalImages:
         # Hash of all class names, file names and sizes in each folder
         self.listing_hashes: dict[str, str] = {}
         self.classes: list[dict[str, str]] = []  # keys "wnid" and "name" for each class, in label order
-        self.label_functions: dict[str, LabelFunction] = {}
+        self.label_functions: dict[str, LabelFunction] = {}  # by split, set by read_classes()
         self.inspect_parts()
 
     def inspect_parts(self) -> None:
-        """Determine the sizes and versions of the parts. Raise ValueError for an unusable folder."""
+        """Set the sizes, versions and listing hashes of all parts, and print the files left out.
+
+        Raises:
+            ValueError: If a part does not exist, or if a folder can't be used.
+        """
         images_by_part = {}
         for part, location in self.locations.items():
             if Path(location).is_dir():
                 print(f"listing the images in {location}", flush=True)
-                images_by_class = list_images_by_class(Path(location), ignored_files := IgnoredFiles())
+                ignored_files = IgnoredFiles()
+                images_by_class = list_images_by_class(Path(location), ignored_files)
                 if ignored_text := str(ignored_files):
                     print(f"left out: {ignored_text}", flush=True)
                 paths = [image_path for class_paths in images_by_class.values() for image_path in class_paths]
                 self.bytes_by_part[part], self.version_by_part[part] = size_and_version(Path(location), paths)
                 paths_and_sizes = [(path, os.stat(Path(location) / path).st_size) for path in paths]
-                self.listing_hashes[part] = hash_of_rows(paths_and_sizes)[:16]
+                self.listing_hashes[part] = hash_of_rows(paths_and_sizes)[:16]  # 64 bits reveal a change
                 images_by_part[part] = images_by_class
             else:
                 with open_stream(location) as stream:
                     self.bytes_by_part[part], self.version_by_part[part] = stream.size, stream.version
-        if len(images_by_part) == 2:
+        if len(images_by_part) == 2:  # both splits are folders, so the classes are already known
             refuse_unknown_classes(
                 self.locations["val"], "val", images_by_part["val"], images_by_part["train"]
             )
 
     def read_classes(self) -> None:
-        """Read the class names from the names of class tars or class folders."""
+        """Set the classes and label functions from the sorted names of class tars or class folders.
+
+        Reading the names in a tar requires reading the headers of the entire tar.
+        """
         split = "train" if "train" in self.locations else "val"
         if "://" in self.locations[split]:  # reading a class name takes one or more requests
             print(f"reading the class names in {self.locations[split]}", flush=True)
@@ -269,7 +310,10 @@ class OriginalImages:
 
     @contextlib.contextmanager
     def open_split(self, split: str, computes_md5: bool) -> Iterator[GroupsAndStream]:
-        """Open a split. Yield the split's image groups, and their stream or None for class folders."""
+        """Open a split for the context. Yield its image groups, and the archive's stream or None for folders.
+
+        Iterating over the groups reads the stream. `computes_md5` makes the stream compute its MD5 sum.
+        """
         if Path(self.locations[split]).is_dir():
             yield class_folders(Path(self.locations[split])), None
             return
@@ -277,23 +321,38 @@ class OriginalImages:
             yield self.image_groups(split, stream.archive), stream
 
     def image_groups(self, split: str, archive: ArchiveMember) -> Iterator[ImageGroup]:
+        """Return the image groups in a split's archive, which are the archive's class tars."""
         return class_tars(archive)
 
     def check_content(
         self, split: str, group_count: int, image_count: int, stream: ByteStream | None
     ) -> None:
-        """Read the stream to the end. Raise ValueError if the content differs from the published content."""
+        """Compare a split with the published split, if the data set has been published.
+
+        Args:
+            split: Split name.
+            group_count: Number of image groups that were read.
+            image_count: Number of images that were read.
+            stream: The archive's stream, which this method reads to the end, or None for folders.
+
+        Raises:
+            ValueError: If the archive's MD5 sum differs from the published MD5 sum.
+        """
         if self.checks_md5 and stream is not None:
             self.check_md5(split, stream)
 
     def check_md5(self, part: str, stream: ByteStream) -> None:
+        """Read the stream to the end. Raise ValueError unless it has the part's published MD5 sum."""
         if (md5 := stream.digest()) != MD5_BY_PART[part]:
             md5_problem = f"The file's MD5 is {md5}, but {MD5_BY_PART[part]} is expected"
             remedy = "Download the file again, or add --no_verify to use a different file."
             raise ValueError(f"{stream.display_name} is not the published file. {md5_problem}. {remedy}")
 
     def complete_class_names(self, largest_label: int) -> None:
-        """Check that each label up to `largest_label` has a class name."""
+        """Do nothing, because read_classes() has read all class names.
+
+        Subclasses that learn the class names only from the labels override this method.
+        """
 
 
 class Ilsvrc(OriginalImages):
@@ -303,15 +362,25 @@ class Ilsvrc(OriginalImages):
     """
 
     def __init__(self, locations: dict[str, str], checks_md5: bool, accepts_subset: bool):
-        """Find the archives. With `accepts_subset`, accept counts that differ from ILSVRC2012's counts."""
+        """Inspect the archives.
+
+        Args:
+            locations: Path or URL of each archive by part.
+            checks_md5: True to compare MD5 sums with the published MD5 sums.
+            accepts_subset: True to accept numbers of classes and images that differ from ILSVRC2012's.
+        """
         super().__init__(locations)
         self.checks_md5, self.accepts_subset = checks_md5, accepts_subset
 
     def read_classes(self) -> None:
+        """Set the classes, the label functions and the expected numbers of classes and images.
+
+        The development kit contains all of them. Without the kit, read the training archive's class names.
+        """
         if "devkit" not in self.locations:
             self._read_classes_of_train()
             return
-        if self.checks_md5:
+        if self.checks_md5:  # before the development kit is parsed
             with open_stream(self.locations["devkit"], "md5") as stream:
                 self.check_md5("devkit", stream)
         with open_stream(self.locations["devkit"]) as stream:
@@ -322,6 +391,7 @@ class Ilsvrc(OriginalImages):
         self.expected_counts = {"train": len(words_by_wnid), "val": len(val_labels)}
 
     def _read_classes_of_train(self) -> None:
+        """Set the classes from the training archive, and the labels of val from --val_labels."""
         super().read_classes()
         wnids = [class_entry["wnid"] for class_entry in self.classes]
         if not self.accepts_subset:
@@ -334,6 +404,7 @@ class Ilsvrc(OriginalImages):
             self.expected_counts["val"] = len(val_labels)
 
     def image_groups(self, split: str, archive: ArchiveMember) -> Iterator[ImageGroup]:
+        """Return the class tars of train, or a single group with all images of val."""
         if split == "val":
             return iter([ImageGroup(None, archive.display_name, archive_members(archive))])
         return class_tars(archive)
@@ -341,6 +412,7 @@ class Ilsvrc(OriginalImages):
     def check_content(
         self, split: str, group_count: int, image_count: int, stream: ByteStream | None
     ) -> None:
+        """Compare the number of classes in train or images in val, and then the MD5 sum."""
         content_count, count_noun = (group_count, "classes") if split == "train" else (image_count, "images")
         if not self.accepts_subset and content_count != self.expected_counts[split]:
             problem = f"contains {content_count:,} {count_noun} instead of {self.expected_counts[split]:,}"
@@ -353,6 +425,11 @@ class ParquetFolder(OriginalImages):
     """Parquet files of train and val in a folder. An image's name is its row number in the split."""
 
     def inspect_parts(self) -> None:
+        """Find the parquet files of train and val, and set the sizes and versions of both splits.
+
+        Raises:
+            ValueError: If the folder lacks the files of a split.
+        """
         folder = Path(self.locations["train"])
         if not folder.is_dir() or (files_by_name := parquet_files(folder)) is None:
             raise ValueError(f"--data {folder} contains no train-*.parquet. Pass a folder with such files.")
@@ -367,7 +444,8 @@ class ParquetFolder(OriginalImages):
             self.bytes_by_part[split], self.version_by_part[split] = size_and_version(folder, file_names)
 
     def read_classes(self) -> None:
-        class_names, labels_by_split = read_labels(self.tables_by_split, DEFAULT_COLUMNS, lambda: None)
+        """Set the classes and label functions from the label columns, which are kept in memory."""
+        class_names, labels_by_split = read_labels(self.tables_by_split, DEFAULT_COLUMNS, _no_heartbeat)
         self.classes = [{"wnid": class_name, "name": class_name} for class_name in class_names]
         self.label_functions = {
             split: partial(_label_in_row, labels_by_split[split].labels) for split in self.tables_by_split
@@ -375,18 +453,31 @@ class ParquetFolder(OriginalImages):
 
     @contextlib.contextmanager
     def open_split(self, split: str, computes_md5: bool) -> Iterator[GroupsAndStream]:
-        def image_file(row: int, encoded: bytes) -> ImageFile:  # the decoder refuses unknown formats later
+        """Yield all images in the split's tables as one group without a class, and None as the stream."""
+
+        def image_file(row: int, encoded: bytes) -> ImageFile:
+            """Return a file named by its row, for example 000000012.png. Unknown formats are named .jpg.
+
+            The decoder refuses unknown formats later.
+            """
             magic_bytes = next(filter(encoded.startswith, EXTENSION_BY_MAGIC_BYTES), b"")
             extension = EXTENSION_BY_MAGIC_BYTES.get(magic_bytes, ".jpg")
-            return ImageFile(f"{row:09d}{extension}", partial(bytes, encoded))
+            return ImageFile(f"{row:09d}{extension}", partial(bytes, encoded))  # read() returns `encoded`
 
-        table_images = read_images(self.tables_by_split[split], DEFAULT_COLUMNS, lambda: None)
+        table_images = read_images(self.tables_by_split[split], DEFAULT_COLUMNS, _no_heartbeat)
         image_files = (image_file(row, encoded) for row, (encoded, _) in enumerate(table_images))
         yield iter([ImageGroup(None, self.locations[split], image_files)]), None
 
 
+def _no_heartbeat() -> None:
+    """Do nothing where training reports to other processes that reading continues."""
+
+
 def size_and_version(folder: Path, paths: list[str]) -> tuple[int, str]:
-    """Return the files' total size in bytes, and a version that changes when any of the files changes."""
+    """Return the total size in bytes and a version of files in a folder.
+
+    The version changes when the path, size or modification time of any file changes.
+    """
     path_size_time = []
     for path in paths:
         file_stat = os.stat(folder / path)
@@ -395,7 +486,7 @@ def size_and_version(folder: Path, paths: list[str]) -> tuple[int, str]:
 
 
 def hash_of_rows(rows: Sequence[tuple[Any, ...]]) -> str:
-    """Return the SHA-256 of a list of tuples, for example (path, size, time)."""
+    """Return the SHA-256 of a list of tuples as hex digits, for example of (path, size, time) tuples."""
     return hashlib.sha256(repr(rows).encode(errors="surrogateescape")).hexdigest()
 
 
@@ -403,6 +494,7 @@ def hash_of_rows(rows: Sequence[tuple[Any, ...]]) -> str:
 
 
 def class_name_labeler(class_names: Sequence[str]) -> LabelFunction:
+    """Return a function that maps the class name of an image group to its index in `class_names`."""
     label_by_class = {known_class: label for label, known_class in enumerate(class_names)}
 
     def label_of(class_name: str | None, file_name: str) -> int:
@@ -414,7 +506,7 @@ def class_name_labeler(class_names: Sequence[str]) -> LabelFunction:
 
 
 def image_number_labeler(labels: np.ndarray) -> LabelFunction:
-    """Return a function that maps ILSVRC2012_val_00000001.JPEG to the first label and so on."""
+    """Return a function that maps the file name ILSVRC2012_val_00000001.JPEG to the first label and so on."""
 
     def label_of(_class_name: str | None, file_name: str) -> int:
         name_match = VAL_NAME_PATTERN.fullmatch(file_name)
@@ -427,5 +519,6 @@ def image_number_labeler(labels: np.ndarray) -> LabelFunction:
 
 
 def _label_in_row(labels: np.ndarray, _class_name: str | None, file_name: str) -> int:
+    """Return the label in the table row that the file name contains, for example 12 for 000000012.png."""
     table_row = int(file_name.partition(".")[0])
     return int(labels[table_row])

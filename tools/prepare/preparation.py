@@ -27,23 +27,33 @@ from tools.prepare.recode import recode_all
 from tools.prepare.webdataset import READER_THREADS, WebDataset, find_patterns
 from tools.prepare.writer import ShardWriter, write_shard_index
 
+# Names of the files or folders in --data that contain each part, by --from
 INPUT_NAMES = {
     "imagenet": {"train": TRAIN_ARCHIVE, "val": VAL_ARCHIVE, "devkit": DEVKIT_ARCHIVE},
     "tar": {"train": "train.tar", "val": "val.tar"},
     "folder": {"train": "train", "val": "val"},
 }
 SAMPLED_BATCHES = 8  # number of batches used to estimate the number of shards
-REMEDY = {"train": "Training needs a train split.", "val": "Use --holdout 0.1 to hold out a tenth of train."}
+REMEDY_BY_MISSING_SPLIT = {
+    "train": "Training needs a train split.",
+    "val": "Use --holdout 0.1 to hold out a tenth of train.",
+}
 
 
 class Preparation:
     """Preparation of one --out location, which keeps splits finished by an earlier start."""
 
     def __init__(self, flags: argparse.Namespace):
+        """Find and inspect the data set, and create a journal for the flags' settings. Write nothing yet.
+
+        Raises:
+            ValueError: If the data set or one of its parts can't be used.
+        """
         self.flags = flags
         self.store = ObjectStore(flags.out) if flags.out.startswith("s3://") else None
         self.folder = Path(os.path.expanduser(flags.work_dir or flags.out)).absolute()
         self.dataset = find_dataset(flags)
+        # Only a start with the same settings can resume the preparation.
         self.settings: dict[str, Any] = {
             "format": flags.format,
             "from": flags.source,
@@ -59,6 +69,10 @@ class Preparation:
         self.journal = Journal(self.folder, self.store, self.settings, self.dataset)
 
     def run(self) -> None:
+        """Prepare and upload each split that no earlier start finished, and then write the manifest.
+
+        If the output is already complete, only print the training flags.
+        """
         with self.journal.locked():
             if (complete_splits := self.journal.complete_splits()) is not None:
                 print(f"{self.flags.out} is already complete")
@@ -68,7 +82,7 @@ class Preparation:
             self.journal.begin_or_resume()
             for split in self._splits_to_prepare():
                 prepare_split = self._index_split if self.flags.format == "index" else self._write_split
-                if not self.journal.split_entry(split):
+                if not self.journal.split_entry(split):  # no earlier start finished the split
                     prepare_split(split)
                 if self.store is not None:
                     self._upload_split(split, self.store)
@@ -78,15 +92,17 @@ class Preparation:
         return [split for split in SPLITS if split in self.dataset.locations]
 
     def _finish(self) -> None:
+        """Complete the class names, write the manifest from the journal, and print a summary."""
         flags, dataset = self.flags, self.dataset
         entry_by_split = {split: self.journal.split_entry(split) for split in self._splits_to_prepare()}
-        finished_splits = {split: split_entry["finished"] for split, split_entry in entry_by_split.items()}
+        manifest_splits = {split: split_entry["finished"] for split, split_entry in entry_by_split.items()}
         reencoded_images = [
             {"split": split, **reencoded_image}
             for split, split_entry in entry_by_split.items()
-            for reencoded_image in split_entry["odd"]
+            for reencoded_image in split_entry["odd"]  # the journal's key for re-encoded images
         ]
-        largest_labels = [finished.pop("largest_label", 0) for finished in finished_splits.values()]
+        # The manifest does not contain this key of the journal, which earlier versions did not record.
+        largest_labels = [entry.pop("largest_label", 0) for entry in manifest_splits.values()]
         dataset.complete_class_names(max(largest_labels))
         source_path = Path(flags.data or flags.train or flags.val)
         data_name = "imagenet" if flags.source == "imagenet" else source_path.stem
@@ -98,22 +114,23 @@ class Preparation:
                 "seed": flags.seed,
                 "resize": self.settings["resize"],
                 "classes": dataset.classes,
-                "splits": finished_splits,
+                "splits": manifest_splits,
                 "reencoded": reencoded_images,
                 "settings": self.settings,
             }
         )
         count_texts = [
-            f"{split_entry['images']:,} images of {split}" for split, split_entry in finished_splits.items()
+            f"{split_entry['images']:,} images of {split}" for split, split_entry in manifest_splits.items()
         ]
         print(f"{flags.out} is complete: {', '.join(count_texts)}, {len(dataset.classes):,} classes")
         for image in reencoded_images:
             print(f"re-encoded as RGB JPEG: {image['split']} {image['key']} ({image['why']})")
-        for missing_split in sorted(set(SPLITS) - finished_splits.keys()):
-            print(f"There is no {missing_split} split. {REMEDY[missing_split]}")
-        self._print_training_flags(finished_splits)
+        for missing_split in sorted(set(SPLITS) - manifest_splits.keys()):
+            print(f"There is no {missing_split} split. {REMEDY_BY_MISSING_SPLIT[missing_split]}")
+        self._print_training_flags(manifest_splits)
 
     def _print_training_flags(self, prepared_splits: dict[str, Any]) -> None:
+        """Print the flags with which a train script reads the output, unless there is no train split."""
         if "train" not in prepared_splits:
             return
         training_flags = f"--data {shlex.quote(self.journal.output_location)}"
@@ -123,18 +140,24 @@ class Preparation:
     # --- One split
 
     def _index_split(self, split: str) -> None:
-        """Write an index of existing shards without copying the shards."""
-        dataset, started_at = self.dataset, time.perf_counter()
+        """Index a split's existing shards in threads, write the index, and record the split in the journal.
+
+        The shards are read, but not copied.
+        """
+        dataset = self.dataset
+        started_at = time.perf_counter()
         assert isinstance(dataset, WebDataset)
-        index_rows, image_names, shard_entries = array("q"), CollectedNames(), list[dict[str, Any]]()
+        index_rows = array("q")  # shard, offset, length and label of each image
+        image_names = CollectedNames()
+        shard_entries: list[dict[str, Any]] = []
         reader_pool = ThreadPoolExecutor(READER_THREADS)
         try:
             with ReadingProgress(split, dataset.bytes_by_part[split]) as progress:
                 shards = dataset.shards_by_split[split]
                 indexed_shards = zip(shards, reader_pool.map(dataset.index_shard, shards), strict=True)
-                for shard_number, (shard, (image_rows, shard_sha256)) in enumerate(indexed_shards):
+                for shard_index, (shard, (image_rows, shard_sha256)) in enumerate(indexed_shards):
                     for image_row in image_rows:
-                        index_rows.extend((shard_number, image_row.offset, image_row.length, image_row.label))
+                        index_rows.extend((shard_index, image_row.offset, image_row.length, image_row.label))
                         image_names.add(image_row.name)
                     shard_entry = {"file": shard.url, "bytes": shard.bytes, "images": len(image_rows)}
                     shard_entries.append(shard_entry | {"sha256": shard_sha256})
@@ -143,16 +166,20 @@ class Preparation:
             reader_pool.shutdown(cancel_futures=True)
         index_sha256, largest_label = write_shard_index(self.folder, split, index_rows, image_names)
         image_count = sum(entry["images"] for entry in shard_entries)
-        split_entry = {"images": image_count, "index_sha256": index_sha256, "shards": shard_entries}
-        split_entry["largest_label"] = largest_label
-        journal_entry = {"finished": split_entry, "odd": [], "verified": dataset.checks_md5}
+        manifest_entry = {"images": image_count, "index_sha256": index_sha256, "shards": shard_entries}
+        manifest_entry["largest_label"] = largest_label
+        journal_entry = {"finished": manifest_entry, "odd": [], "verified": dataset.checks_md5}
         self.journal.record_split(split, journal_entry)
         elapsed_s = time.perf_counter() - started_at
         counts_text = f"{image_count:,} images in {len(shard_entries):,} tars"
         print(f"{split}: {counts_text} indexed in {elapsed_s:.2f} s", flush=True)
 
     def _write_split(self, split: str) -> None:
-        """Write a split's shards in one pass."""
+        """Write a split's shards and index in one pass, and record the split in the journal.
+
+        Raises:
+            ValueError: If an image or archive is damaged, or if the disk has too little free space.
+        """
         flags, dataset = self.flags, self.dataset
         with contextlib.ExitStack() as stack:
             image_groups, archive_stream = stack.enter_context(dataset.open_split(split, dataset.checks_md5))
@@ -161,11 +188,12 @@ class Preparation:
             original_batches = image_batches(image_groups, dataset.label_functions[split])
             recoded_batches = recode_all(original_batches, flags.resize, flags.quality, checks_jpegs)
             stack.callback(recoded_batches.close)  # ends the threads that re-encode images
-            first_batches = list(islice(recoded_batches, SAMPLED_BATCHES))
+            first_batches = list(islice(recoded_batches, SAMPLED_BATCHES))  # also written below
             writer = ShardWriter(self.folder, split, self._shard_count(split, first_batches), flags.seed)
             stack.callback(writer.close)
             progress = stack.enter_context(ReadingProgress(split, dataset.bytes_by_part[split]))
-            reencoded_images, read_bytes, last_group_index = list[dict[str, str]](), 0, 0
+            reencoded_images: list[dict[str, str]] = []
+            read_bytes, last_group_index = 0, 0
             for batch in chain(first_batches, recoded_batches):
                 writer.write(batch.images)
                 reencoded_images += batch.reencoded
@@ -173,13 +201,19 @@ class Preparation:
                 last_group_index = batch.group_index
                 progress.show(writer.image_count, read_bytes)
             dataset.check_content(split, last_group_index + 1, writer.image_count, archive_stream)
-            finished = writer.finish()
-            journal_entry = {"finished": finished, "odd": reencoded_images, "verified": dataset.checks_md5}
+            manifest_entry = writer.finish()
+            journal_entry = {
+                "finished": manifest_entry,
+                "odd": reencoded_images,
+                "verified": dataset.checks_md5,
+            }
             self.journal.record_split(split, journal_entry)
             progress.end(writer.image_count, read_bytes)
 
     def _shard_count(self, split: str, first_batches: list[ImageBatch]) -> int:
-        """Estimate the number of shards from the first batches.
+        """Estimate the number of shards from the first batches, and check the free disk space.
+
+        The estimate assumes that all images shrink or grow like the images in the first batches.
 
         Raises:
             ValueError: If there are no images, or if the disk has too little free space.
@@ -197,14 +231,18 @@ class Preparation:
         return math.ceil(needed_bytes / (self.flags.shard_mib * 2**20))
 
     def _upload_split(self, split: str, store: ObjectStore) -> None:
-        """Upload a finished split shard by shard, and remove each local shard after its upload."""
+        """Upload a finished split file by file, and remove each local file after its upload.
+
+        The shards come first, then the names, and the index last.
+        """
         is_indexed_in_place = self.flags.source == "shards"
         shards = [] if is_indexed_in_place else self.journal.split_entry(split)["finished"]["shards"]
         bytes_by_file = {shard["file"]: shard["bytes"] for shard in shards}
         uploaded_bytes = 0
         with ReadingProgress(split, sum(bytes_by_file.values()), "uploaded") as progress:
             for file_name in (*bytes_by_file, names_file_name(split), index_file_name(split)):
-                if (self.folder / file_name).exists():  # an earlier start has uploaded a missing file
+                # If a file does not exist, an earlier start has uploaded and removed the file.
+                if (self.folder / file_name).exists():
                     store.upload(self.folder / file_name, file_name)
                     (self.folder / file_name).unlink()
                 uploaded_bytes += bytes_by_file.get(file_name, 0)
@@ -213,7 +251,13 @@ class Preparation:
 
 
 def find_dataset(flags: argparse.Namespace) -> OriginalImages:
-    """Find the data set parts that the flags specify."""
+    """Find the parts that the flags specify, and return the data set, whose parts have been inspected.
+
+    A flag for a part, such as --train, takes precedence over --data.
+
+    Raises:
+        ValueError: If no split is found, or if a part can't be used.
+    """
     data_location = os.path.expanduser(flags.data or "")
     flag_values = {part: getattr(flags, part) for part in (*SPLITS, "devkit", "val_labels")}
     locations_from_flags = {part: path for part, path in flag_values.items() if path}
@@ -246,6 +290,7 @@ def find_dataset(flags: argparse.Namespace) -> OriginalImages:
 
 
 def _find_parts(data_location: str, name_by_part: dict[str, str]) -> dict[str, str]:
+    """Map each part that exists in a folder or prefix to the part's path or URL."""
     if not data_location:
         return {}
     candidates = {
@@ -255,7 +300,11 @@ def _find_parts(data_location: str, name_by_part: dict[str, str]) -> dict[str, s
 
 
 def _check_label_sources(locations: dict[str, str], data_location: str) -> None:
-    """Raise ValueError unless there is exactly one source for the classes and one for the val labels."""
+    """Raise ValueError if ILSVRC2012's class names or val labels are missing, or if two files contain labels.
+
+    The development kit contains both. Without the kit, the training archive contains the class names, and
+    val needs the --val_labels file.
+    """
     if "devkit" in locations:
         if "val_labels" in locations:
             label_problem = f"{locations['devkit']} already contains the labels of val"

@@ -17,7 +17,10 @@ FULL_SIZE_QUALITY = 95  # JPEG quality of re-encoded images that keep their size
 def recode_all(
     batches: Iterable[ImageBatch], short_side: int | None, quality: int, strict: bool = False
 ) -> Generator[ImageBatch, None, None]:
-    """Yield the batches in order. Convert CMYK images and misnamed PNGs to RGB JPEGs (FULL_SIZE_QUALITY).
+    """Yield the batches in order, after converting or resizing images in place.
+
+    CMYK images and misnamed PNGs become RGB JPEGs of quality FULL_SIZE_QUALITY. All other images of a
+    sufficiently small size keep their bytes.
 
     Args:
         batches: Batches of images.
@@ -38,6 +41,7 @@ def recode_all(
     try:
         for batch in batches:
             pending_batches.append(thread_pool.submit(_recode_batch, batch, short_side, quality, strict))
+            # Read ahead far enough to keep all cores busy, but limit the memory for waiting batches.
             if len(pending_batches) > 2 * core_count + 1:
                 yield pending_batches.popleft().result()
         while pending_batches:
@@ -47,8 +51,20 @@ def recode_all(
 
 
 def _recode_batch(batch: ImageBatch, short_side: int | None, quality: int, checks_damage: bool) -> ImageBatch:
+    """Resize or convert images in place, list converted images in `reencoded`, and return the batch.
+
+    Args:
+        batch: Batch of images, which this function changes.
+        short_side: Shorter side to which larger images are resized, or None.
+        quality: JPEG quality of resized images.
+        checks_damage: True to refuse JPEGs with missing parts.
+
+    Raises:
+        ValueError: If an image can't be decoded or is damaged. The message contains the image's name.
+    """
     for image_index, image in enumerate(batch.images):
         original_format = format_to_convert(image)
+        # Advice after "Remove the image". Images of these formats are decoded even without --resize.
         remedy = "" if original_format else ", or remove --resize"
         try:
             recoded_bytes = resize_image(image.encoded, short_side, quality) if short_side else None
@@ -72,7 +88,10 @@ def _recode_batch(batch: ImageBatch, short_side: int | None, quality: int, check
 
 
 def format_to_convert(image: RawImage) -> str | None:
-    """Return "PNG" (misnamed) or "CMYK" for an image that fast decoders refuse, and None for other images."""
+    """Return "PNG" (a PNG with a different extension) or "CMYK" (a JPEG in CMYK), and None for other images.
+
+    Fast decoders refuse images in these two formats.
+    """
     if image.encoded.startswith(PNG_MAGIC_BYTES) and not image.name.lower().endswith(".png"):
         return "PNG"
     frame_header = jpeg_frame(image.encoded)
@@ -80,7 +99,7 @@ def format_to_convert(image: RawImage) -> str | None:
 
 
 def _decode_upright(encoded: bytes):
-    """Decode an image to PIL's mode RGB or L and apply the EXIF rotation.
+    """Decode an image to a PIL image in mode RGB or L, and apply the EXIF rotation.
 
     Raise ValueError if decoding fails.
     """
@@ -98,7 +117,7 @@ def _decode_upright(encoded: bytes):
 
 
 def resize_image(encoded: bytes, short_side: int, quality: int) -> bytes | None:
-    """Resize an image to a shorter side.
+    """Resize an image so that its shorter side has `short_side` pixels, and encode it as a JPEG.
 
     Return None if the image is already small enough. The filter and the EXIF rotation are the same as in
     onecurve.data.decode.
@@ -107,10 +126,10 @@ def resize_image(encoded: bytes, short_side: int, quality: int) -> bytes | None:
 
     picture = _decode_upright(encoded)
     width, height = picture.size
-    shorter_side = min(width, height)
-    if shorter_side <= short_side:
+    old_short_side = min(width, height)
+    if old_short_side <= short_side:
         return None
-    new_size = (width * short_side // shorter_side, height * short_side // shorter_side)
+    new_size = (width * short_side // old_short_side, height * short_side // old_short_side)
     return _encode_jpeg(picture.resize(new_size, Image.Resampling.BILINEAR), quality)
 
 

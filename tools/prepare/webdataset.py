@@ -66,6 +66,12 @@ class WebDataset(OriginalImages):
         super().__init__(patterns)
 
     def inspect_parts(self) -> None:
+        """Find all shards, and set the sizes and versions of the splits.
+
+        Raises:
+            ValueError: If a shard is missing, if a shard is in both splits, or if the splits are in different
+                buckets or only one split is in S3.
+        """
         first_store, *other_stores = map(bucket_client, self.locations.values())
         self.store = first_store  # one client for all shards
         first_url = first_store and first_store.url
@@ -82,9 +88,9 @@ class WebDataset(OriginalImages):
             self.version_by_part[split] = hash_of_rows([*map(tuple, shards)])
 
     def read_classes(self) -> None:
-        """Read the class names from the file.
+        """Set the classes from `class_file`, which contains one class name per line, in label order.
 
-        Without a file, complete_class_names derives the names from the labels.
+        Without a file, complete_class_names() derives the names from the labels.
         """
         if self.class_file is None:
             return
@@ -95,7 +101,11 @@ class WebDataset(OriginalImages):
         ]
 
     def complete_class_names(self, largest_label: int) -> None:
-        """Use numbers as class names, or check that each label up to `largest_label` has a name."""
+        """Without a class file, name the classes by their labels. Otherwise, check the number of names.
+
+        Raises:
+            ValueError: If the class file contains no name for `largest_label`, the largest label in a sample.
+        """
         if self.class_file is None:
             self.classes = [{"wnid": str(label), "name": str(label)} for label in range(largest_label + 1)]
         elif largest_label >= len(self.classes):
@@ -105,7 +115,7 @@ class WebDataset(OriginalImages):
             )
 
     def index_shard(self, shard: ShardTar) -> tuple[list[IndexRow], str | None]:
-        """Return a shard's index.
+        """Read the headers of a shard's members, and return the shard's index.
 
         Returns:
             A tuple of one row per image and a SHA-256. A shard in S3 is read completely to compute the
@@ -127,8 +137,13 @@ class WebDataset(OriginalImages):
 
 
 def find_patterns(base: str) -> dict[str, str]:
-    """Find a pattern for each split in a folder or prefix, based on the names of shards or folders."""
-    escaped_base, store, pattern_by_split = glob.escape(base.rstrip("/")), bucket_client(base), {}
+    """Return a pattern that matches each split's shards in a folder or prefix, such as `BASE/*train*.tar`.
+
+    The result omits a split without shards. The folder or bucket is listed for each tried pattern.
+    """
+    escaped_base = glob.escape(base.rstrip("/"))
+    store = bucket_client(base)
+    pattern_by_split = {}
     for split in SPLITS:
         keywords = KEYWORDS_BY_SPLIT[split]
         patterns = [
@@ -143,7 +158,11 @@ def find_patterns(base: str) -> dict[str, str]:
 def match_pattern(pattern: str, store: ObjectStore | None) -> list[str]:
     """Return the paths or URLs that match a shell pattern, sorted.
 
-    Return text without wildcards unchanged.
+    A pattern without wildcards is returned as an absolute path or as a URL, even if no such file exists.
+
+    Args:
+        pattern: Path or s3:// URL with wildcards.
+        store: Client of the URL's bucket, or None for a path.
     """
     if store is None:
         pattern = os.path.abspath(os.path.expanduser(pattern))
@@ -159,9 +178,17 @@ def match_pattern(pattern: str, store: ObjectStore | None) -> list[str]:
 
 
 def find_shards(pattern: str, store: ObjectStore | None) -> list[ShardTar]:
-    """Return the shards that match a pattern, in order. Raise ValueError if one or all shards are missing."""
+    """Return the shards that match a shell or brace pattern, in order, with their sizes and versions.
 
-    def open_shard(path_or_url: str) -> ShardTar:
+    Args:
+        pattern: Path or s3:// URL with wildcards or braces.
+        store: Client of the URL's bucket, or None for a path.
+
+    Raises:
+        ValueError: If no shard matches, or if a shard that the pattern names is missing.
+    """
+
+    def inspect_shard(path_or_url: str) -> ShardTar:
         with open_stream(path_or_url, store=store) as stream:
             return ShardTar(path_or_url, stream.size, stream.version)
 
@@ -173,11 +200,12 @@ def find_shards(pattern: str, store: ObjectStore | None) -> list[ShardTar]:
             " 'FOLDER/train-{0000..1023}.tar'."
         )
     with ThreadPoolExecutor(READER_THREADS) as thread_pool:  # because S3 needs one request per object
-        return list(thread_pool.map(open_shard, dict.fromkeys(shard_locations)))
+        unique_locations = dict.fromkeys(shard_locations)  # expanded patterns may match the same shard
+        return list(thread_pool.map(inspect_shard, unique_locations))
 
 
 def _expand_braces(pattern: str) -> list[str]:
-    """Return all names to which a brace pattern expands."""
+    """Expand the number ranges in braces. For example, `{8..9}-{0..1}` expands to four patterns."""
     if (braces := BRACES_PATTERN.search(pattern)) is None:
         return [pattern]
     first_number, last_number = braces.groups()
@@ -188,9 +216,14 @@ def _expand_braces(pattern: str) -> list[str]:
 
 
 def _index_rows(archive: ArchiveMember) -> Iterator[IndexRow]:
-    """Yield an index row for each image, without reading the images."""
+    """Yield an index row for each sample with an image, without reading the images.
+
+    Raises:
+        ValueError: If a sample contains several images, an empty image or no class, or a class but no image.
+    """
     for sample_key, sample_members in itertools.groupby(archive_members(archive), _sample_key):
-        images, class_fields, sample_name = [], {}, f"{archive.display_name}: {sample_key}"
+        images, class_fields = [], {}
+        sample_name = f"{archive.display_name}: {sample_key}"  # for messages
         for member in sample_members:
             field_name = member.name[len(sample_key) + 1 :].lower()
             if field_name in IMAGE_FIELDS:
@@ -212,13 +245,22 @@ def _index_rows(archive: ArchiveMember) -> Iterator[IndexRow]:
 
 
 def _sample_key(member: ArchiveMember) -> str:
+    """Return the member's path up to the first dot in the file name, which all fields of a sample share."""
     folder, slash, file_name = member.name.rpartition("/")
     stem, _, _ = file_name.partition(".")
     return f"{folder}{slash}{stem}"
 
 
 def _sample_label(class_fields: dict[str, bytes], sample_name: str) -> int:
-    """Return a sample's label from an int or a string of digits. Raise ValueError for anything else."""
+    """Return a sample's label, which is a string of digits or a JSON integer.
+
+    Args:
+        class_fields: Content of the sample's .cls and .json members by field name. .cls takes precedence.
+        sample_name: The sample's name in messages.
+
+    Raises:
+        ValueError: If there is no label, or if the label is not a number below CLASS_LIMIT.
+    """
     label: object = None
     if "cls" in class_fields:
         label = class_fields["cls"].decode(errors="replace").strip()
@@ -229,7 +271,7 @@ def _sample_label(class_fields: dict[str, bytes], sample_name: str) -> int:
         json_keys = " or ".join(JSON_CLASS_KEYS)
         remedy = f"Add digits in a .cls file, or a number as {json_keys} in a .json file."
         raise ValueError(f"{sample_name} contains no class. {remedy}")
-    label_digits = "" if isinstance(label, bool) else str(label)
+    label_digits = "" if isinstance(label, bool) else str(label)  # True is an int in Python, but not a label
     is_number = label_digits.isascii() and label_digits.isdigit() and len(label_digits) <= MAX_CLASS_DIGITS
     if not (is_number and int(label_digits) < CLASS_LIMIT):
         expected_text = f"a number from 0 to {CLASS_LIMIT:,}"

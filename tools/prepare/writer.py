@@ -28,24 +28,25 @@ FIELD_EXTENSIONS = {".jpeg": ".jpg"}  # shard readers use the extension as the f
 
 
 def write_shard_index(folder: Path, split: str, index_rows: array, names: CollectedNames) -> tuple[str, int]:
-    """Write a split's index, sorted by shard and offset, and the image names in the same order.
+    """Write a split's index file, sorted by shard and offset, and its names file in the same order.
 
     Args:
-        folder: The split's folder.
+        folder: Folder in which to write both files.
         split: Split name.
         index_rows: Shard, offset, length and label of each image, as one flat array.
-        names: Image names.
+        names: Image names, in the order of `index_rows`.
 
     Returns:
         A tuple of the index's SHA-256 and the largest label.
     """
-    index_table, npy_file = np.frombuffer(index_rows, np.int64).reshape(-1, 4), BytesIO()
+    index_table = np.frombuffer(index_rows, np.int64).reshape(-1, 4)
     shard_column, offset_column, _, label_column = index_table.T
     file_order = np.lexsort((offset_column, shard_column))
     names.write(folder, split, file_order)
-    np.save(npy_file, index_table[file_order])
-    write_bytes(folder / index_file_name(split), npy_file.getvalue())
-    return hashlib.sha256(npy_file.getvalue()).hexdigest(), int(label_column.max())
+    npy_buffer = BytesIO()
+    np.save(npy_buffer, index_table[file_order])
+    write_bytes(folder / index_file_name(split), npy_buffer.getvalue())
+    return hashlib.sha256(npy_buffer.getvalue()).hexdigest(), int(label_column.max())
 
 
 class ShardWriter:
@@ -59,19 +60,31 @@ class ShardWriter:
     """
 
     def __init__(self, folder: Path, split: str, shard_count: int, seed: int):
-        """Open all shards for writing. Raise ValueError if the process may not open so many files."""
+        """Create all shards, replacing existing files.
+
+        This method raises the process's limit on open files if necessary.
+
+        Raises:
+            ValueError: If the process may not open so many files.
+        """
         needed_files = shard_count + RESERVED_OPEN_FILES
         if (file_limit := allow_open_files(needed_files)) < needed_files:
             limit_problem = f"{needed_files:,} open files exceed the limit of {file_limit:,} (ulimit -Hn)"
             raise ValueError(f"{limit_problem}. Pass a larger --shard_mib.")
-        self.folder, self.split, self.image_count = folder, split, 0
-        self.random_key = [seed, *split.encode()]
-        self.index_rows, self.image_names = array("q"), CollectedNames()
+        self.folder, self.split = folder, split
+        self.image_count = 0  # number of images in all shards
+        self.random_key = [seed, *split.encode()]  # integers that seed the choice of shards
+        self.index_rows = array("q")  # shard, offset, length and label of each image
+        self.image_names = CollectedNames()
+        # A single thread writes and hashes the batches, in order.
         self.thread, self.pending_writes = ThreadPoolExecutor(1), deque[Future[None]]()
         self.shards = [_Shard(folder / f"{split}-{index:05d}.tar") for index in range(shard_count)]
 
     def write(self, images: Sequence[RawImage]) -> None:
-        """Queue images for writing. If an earlier write failed, raise its error."""
+        """Assign images to shards and index rows, and queue their tar members for the writing thread.
+
+        If an earlier write failed, raise its error. If too many batches are queued, wait.
+        """
         write_batch: list[tuple[_Shard, bytes]] = []
         for image in images:
             draw_block, index_in_block = divmod(self.image_count, IMAGES_PER_DRAW)
@@ -83,9 +96,10 @@ class ShardWriter:
             file_name = f"{image.key}{FIELD_EXTENSIONS.get(extension, extension)}"
             image_header = tar_header(file_name, image_bytes)
             label_header = tar_header(f"{image.key}.cls", len(label_digits))
-            padding, label_block = bytes(-image_bytes % BLOCK_BYTES), label_digits.ljust(BLOCK_BYTES, b"\0")
+            padding = bytes(-image_bytes % BLOCK_BYTES)  # a member's content fills whole blocks
+            label_block = label_digits.ljust(BLOCK_BYTES, b"\0")
             tar_bytes = b"".join((image_header, image.encoded, padding, label_header, label_block))
-            image_offset = shard.queued_bytes + len(image_header)
+            image_offset = shard.queued_bytes + len(image_header)  # position of the image's content
             self.index_rows.extend((shard_index, image_offset, image_bytes, image.label))
             self.image_names.add(file_name)
             shard.queued_bytes += len(tar_bytes)
@@ -96,7 +110,10 @@ class ShardWriter:
         self.pending_writes.append(self.thread.submit(_append_to_shards, write_batch))
 
     def finish(self) -> dict[str, Any]:
-        """Complete the shards and write the index. Return the split's manifest entry."""
+        """Complete the shards on the disk, write the index and the names, and return the manifest entry.
+
+        The entry also contains "largest_label", which the caller removes before it writes the manifest.
+        """
         self._wait_for_writes(0)
         for shard in self.shards:
             shard.append(TAR_END_MARKER)
@@ -112,10 +129,11 @@ class ShardWriter:
         ]
         index_rows, image_names = self.index_rows, self.image_names
         index_sha256, largest_label = write_shard_index(self.folder, self.split, index_rows, image_names)
-        split_entry = {"images": self.image_count, "index_sha256": index_sha256, "shards": shard_entries}
-        return split_entry | {"largest_label": largest_label}
+        manifest_entry = {"images": self.image_count, "index_sha256": index_sha256, "shards": shard_entries}
+        return manifest_entry | {"largest_label": largest_label}
 
     def close(self) -> None:
+        """Drop queued batches, wait for the batch being written, and close the shards."""
         self.thread.shutdown(cancel_futures=True)
         for shard in self.shards:
             os.close(shard.fd)
@@ -131,15 +149,18 @@ class ShardWriter:
 
 
 class _Shard:
+    """Shard being written. `queued_bytes` is its size after all queued writes, without the end marker."""
+
     def __init__(self, shard_file: Path):
         self.path, self.sha256 = shard_file, hashlib.sha256()
         self.queued_bytes, self.image_count = 0, 0  # changed by ShardWriter.write() only
         self.fd = os.open(shard_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
 
     def append(self, tar_bytes: bytes) -> None:
-        """Append the bytes to the shard and its hash.
+        """Append the bytes to the shard's file and hash.
 
-        On a full disk, a write may be incomplete, and the next write raises OSError.
+        On a full disk, os.write() may write only some of the bytes. The next call raises OSError, to which
+        this method adds the shard's path.
         """
         self.sha256.update(tar_bytes)
         try:
@@ -151,15 +172,20 @@ class _Shard:
 
 
 def _append_to_shards(write_batch: list[tuple[_Shard, bytes]]) -> None:
+    """Append each image's tar members to its shard. This function runs in the writing thread."""
     for shard, tar_bytes in write_batch:
         shard.append(tar_bytes)
 
 
 @lru_cache(4)
-def _draw_shard_indices(*key_block_count: int) -> np.ndarray:
-    """Draw shards for IMAGES_PER_DRAW images. RandomState's random stream never changes (NEP 19)."""
-    *key_and_block, shard_count = key_block_count
-    return np.random.RandomState(key_and_block).randint(shard_count, size=IMAGES_PER_DRAW)
+def _draw_shard_indices(*seed_and_shard_count: int) -> np.ndarray:
+    """Draw a shard index for each of IMAGES_PER_DRAW images.
+
+    The last argument is the number of shards. All other arguments together are the seed. RandomState's random
+    stream never changes (NEP 19).
+    """
+    *seed_integers, shard_count = seed_and_shard_count
+    return np.random.RandomState(seed_integers).randint(shard_count, size=IMAGES_PER_DRAW)
 
 
 def tar_header(name: str, content_bytes: int) -> bytes:

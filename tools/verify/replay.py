@@ -92,6 +92,7 @@ class ReplayOutcome:
     not_repeated_steps: set[int] = field(default_factory=set)
 
     def add_difference(self, quantity: str, difference: float) -> None:
+        """Update the quantity's maximum absolute difference."""
         self.max_differences[quantity] = max(self.max_differences.get(quantity, 0.0), difference)
 
 
@@ -103,20 +104,30 @@ def recorded_steps_per_epoch(run: RunRecord) -> int:
     if "steps_per_epoch" in run.recipe_file:
         return run.recipe_file["steps_per_epoch"]
     for metrics_line in run.metrics:
-        if metrics_line["step"] > 0 < metrics_line["epoch"]:
+        if metrics_line["step"] > 0 and metrics_line["epoch"] > 0:
             return max(1, round(metrics_line["step"] / metrics_line["epoch"]))
     raise ValueError(f"{run.folder} contains no log: {', '.join(run.problems)}")
 
 
 def contradictions(run: RunRecord, checkpoint_steps: list[int]) -> list[str]:
-    """Return contradictions between the run's files."""
+    """Describe contradictions between recipe.json, starts.jsonl, result.json, the log and the checkpoints.
+
+    Args:
+        run: A finished run.
+        checkpoint_steps: Steps of the run's checkpoints.
+
+    Returns:
+        One sentence per contradiction. The check of the logged epochs stops at the first wrong epoch.
+    """
+    # Earlier versions did not record the steps per epoch of each start.
     starts = [start for start in run.kept_starts if "steps_per_epoch" in start.settings]
-    last_recipe_run = run.with_settings_of(starts[-1]) if starts else run
-    result_values, steps_per_epoch = run.result_values, recorded_steps_per_epoch(last_recipe_run)
+    run_with_last_settings = run.with_settings_of(starts[-1]) if starts else run
+    steps_per_epoch = recorded_steps_per_epoch(run_with_last_settings)
+    result_values = run.result_values
     findings = [file_problem for file_problem in run.problems if file_problem.startswith(COMPARED_FILES)]
     if starts:
         last_start = run.starts[-1].settings
-        values_by_start_key = {start_key: result_values.get(start_key) for start_key in START_KEYS}
+        value_by_start_key = {start_key: result_values.get(start_key) for start_key in START_KEYS}
         findings += [
             f"{start_key} in recipe.json differs from the last start in starts.jsonl"
             for start_key in run.recipe_file
@@ -124,12 +135,13 @@ def contradictions(run: RunRecord, checkpoint_steps: list[int]) -> list[str]:
         ]
         findings += [
             f"{key} is {value} in result.json, but {last_start[key]} in the last start in starts.jsonl"
-            for key, value in values_by_start_key.items()
+            for key, value in value_by_start_key.items()
             if key in last_start and value != last_start[key]
         ]
     evaluation_keys = ["best_step", *(f"{prefix}_{name}" for prefix in ("best", "final") for name in METRICS)]
     test_line = next((metrics_line for metrics_line in run.metrics if "test/loss" in metrics_line), {})
     total_steps = run.recipe.get("epochs", 1) * steps_per_epoch
+    # Unless a signal or --patience stopped the run early, the flags determine the number of steps.
     ended_by_flags = (result_values.get("stopped_by") or "--max_steps").startswith("--max_steps")
     expected_results = {
         **{evaluation_key: run.derived_values.get(evaluation_key) for evaluation_key in evaluation_keys},
@@ -149,6 +161,7 @@ def contradictions(run: RunRecord, checkpoint_steps: list[int]) -> list[str]:
         findings.append(f"{log_end}, but the run ends at {result_values['steps']:,}")
     for metrics_line in run.metrics:
         step = metrics_line["step"]
+        # At the step where one start ends and the next begins, either start may have written the line.
         starts_at_step = [start for start in starts if start.begin_step <= step <= start.last_kept_step]
         epoch_lengths = {start.settings["steps_per_epoch"] for start in starts_at_step} or {steps_per_epoch}
         if metrics_line["epoch"] not in [step / epoch_length for epoch_length in epoch_lengths]:
@@ -157,26 +170,40 @@ def contradictions(run: RunRecord, checkpoint_steps: list[int]) -> list[str]:
 
 
 def compare_results(run: RunRecord, replay: RunRecord, is_moved: bool) -> list[str]:
-    """Return differences in the results on the run's page. `is_moved` is True if the data was moved."""
+    """Describe differences between the results of a run and its replay that the run's page shows.
+
+    Args:
+        run: The recorded run.
+        replay: The replay's record.
+        is_moved: True if the data was moved, so that its path may differ.
+
+    Returns:
+        One sentence per difference.
+    """
     excluded_keys = {*run.keys_of_later_start, *(["data"] if is_moved else [])}
     compared_keys = [key for key in REPEATED_KEYS if key not in excluded_keys]
     old_and_new = {key: (run.result_values.get(key), replay.result_values.get(key)) for key in compared_keys}
-    recorded, repeated = run.recipe_file | run.result_values, replay.recipe_file | replay.result_values
+    recorded_values = run.recipe_file | run.result_values
+    repeated_values = replay.recipe_file | replay.result_values
     # Earlier versions did not record all of these keys.
-    recorded_keys = [key for key in KEYS_COMPARED_IF_RECORDED if key in recorded]
-    old_and_new |= {key: (recorded[key], repeated.get(key)) for key in recorded_keys}
+    recorded_keys = [key for key in KEYS_COMPARED_IF_RECORDED if key in recorded_values]
+    old_and_new |= {key: (recorded_values[key], repeated_values.get(key)) for key in recorded_keys}
     steps_per_epoch = (recorded_steps_per_epoch(run), recorded_steps_per_epoch(replay))
     old_and_new["number of steps per epoch"] = steps_per_epoch
     return _different_values(old_and_new)
 
 
 def _different_values(old_and_new: dict[str, tuple[Any, Any]]) -> list[str]:
-    named_values = old_and_new.items()
-    return [f"{name} is {old}, but {new} in the replay" for name, (old, new) in named_values if old != new]
+    """Describe each pair of values that differ. `old_and_new` maps names to the run's and replay's values."""
+    named_pairs = old_and_new.items()
+    return [f"{name} is {old}, but {new} in the replay" for name, (old, new) in named_pairs if old != new]
 
 
 def compare_with_replay(run: RunRecord, replay: RunRecord, outcome: ReplayOutcome) -> list[str]:
-    """Return an interval's findings, and add all differences to the outcome."""
+    """Compare the logs and checkpoints in an interval, and add all differences to the outcome.
+
+    Return one sentence per finding, limited to MAX_LISTED_FINDINGS for the log and for each checkpoint.
+    """
     findings = _first_findings(_compare_logs(run, replay, outcome))
     for step in outcome.interval.checkpoint_steps:
         findings += _first_findings(_compare_checkpoint(run, replay, step, outcome))
@@ -184,9 +211,9 @@ def compare_with_replay(run: RunRecord, replay: RunRecord, outcome: ReplayOutcom
 
 
 def why_not_exact(run: RunRecord, replay: RunRecord) -> list[str]:
-    """Return reasons why a replay may differ.
+    """Return reasons why a replay's values may differ from the run's values.
 
-    If there are no reasons, the replay must be bitwise identical.
+    Without any reason, the replay must be bitwise identical.
     """
     if not run.result_values.get("deterministic"):
         return ["the run was trained without --deterministic"]
@@ -201,7 +228,7 @@ def why_not_exact(run: RunRecord, replay: RunRecord) -> list[str]:
 
 
 def max_changed_images(image_count: int, precision: str) -> int:
-    """Return the number of predictions that may change when the same weights are evaluated again."""
+    """Return how many predictions may change when the same weights are evaluated again, at least 1."""
     return 1 + image_count * MAX_CHANGED_PER_10_000[precision] // 10_000
 
 
@@ -221,14 +248,15 @@ def max_mean_change(metric: str, class_sizes: list[int], changed_images: int) ->
 
 
 def evaluated_class_sizes(replay: RunRecord, split: str) -> list[int]:
-    """Return the number of evaluated images in each class.
+    """Return the number of evaluated images in each class of the val or test split.
 
-    If there are more classes than confusion.json stores, assume one image per class.
+    If there are more classes than confusion.json stores, assume one image per class. Fewer classes
+    and fewer images permit larger changes, so this assumption never rejects a correct run.
     """
     confusion = replay.confusion
     if split == "val" and "val_images" in confusion:
         return confusion["val_images"]
-    matrix_rows = confusion.get("confusion", [])
+    matrix_rows = confusion.get("confusion", [])  # one row per true class
     return [sum(image_counts) for image_counts in matrix_rows] or [1] * (MAX_CONFUSION_CLASSES + 1)
 
 
@@ -241,26 +269,33 @@ def _first_findings(findings: Iterator[str]) -> list[str]:
 
 
 def _compare_logs(run: RunRecord, replay: RunRecord, outcome: ReplayOutcome) -> Iterator[str]:
-    """Compare the values that the run and the replay logged."""
+    """Yield findings about the values that the run and the replay logged in the outcome's interval.
+
+    This generator also adds the differences and the evaluated steps to the outcome.
+    """
     values_of_run, values_of_replay = (_logged_values(record, outcome, run) for record in (run, replay))
-    steps_per_epoch, last_step = recorded_steps_per_epoch(run), run.result_values["steps"]
+    steps_per_epoch = recorded_steps_per_epoch(run)
+    last_step = run.result_values["steps"]
     for step, log_key in sorted(values_of_run.keys() | values_of_replay.keys()):
-        logged, replayed = values_of_run.get((step, log_key), []), values_of_replay.get((step, log_key), [])
+        logged_values = values_of_run.get((step, log_key), [])
+        replayed_values = values_of_replay.get((step, log_key), [])
         if log_key.startswith("val/"):
             # The run and the replay are also evaluated at their last step. A resumed run has several last
             # steps.
             is_due = outcome.interval.is_evaluation or step % steps_per_epoch == 0 or step == last_step
-            if not is_due and not (logged and replayed):
-                outcome.not_repeated_steps |= {step} if logged else set()
+            if not is_due and not (logged_values and replayed_values):
+                if logged_values:
+                    outcome.not_repeated_steps.add(step)
                 continue
             outcome.evaluated_steps.add(step)
-        if len(logged) != len(replayed):
-            logged_times, replayed_times = plural(len(logged), "time"), plural(len(replayed), "time")
+        if len(logged_values) != len(replayed_values):
+            logged_times = plural(len(logged_values), "time")
+            replayed_times = plural(len(replayed_values), "time")
             counts_text = f"{logged_times} in the log, but {replayed_times} in the replay"
             yield f"{log_key} of step {step:,} appears {counts_text}"
             continue
         quantity = log_key.rpartition("/")[2]
-        for logged_value, replayed_value in zip(logged, replayed, strict=True):
+        for logged_value, replayed_value in zip(logged_values, replayed_values, strict=True):
             finding = (
                 f"{log_key} of step {step:,} is {logged_value:.6g}, but {replayed_value:.6g} in the replay"
             )
@@ -276,26 +311,27 @@ def _compare_logs(run: RunRecord, replay: RunRecord, outcome: ReplayOutcome) -> 
 def _compare_evaluation(
     finding: str, log_key: str, difference: float, replayed_value: float, replay: RunRecord
 ) -> Iterator[str]:
-    """Compare a metric in two evaluations of the same weights.
+    """Yield a finding if two evaluations of the same weights differ by more than rounding can explain.
 
-    Metrics by class are compared only if the metric selected the best checkpoint.
+    A metric by class is compared only if it selected the best checkpoint.
 
     Args:
-        finding: The finding's text, with both values.
+        finding: Sentence that states both values.
         log_key: Key in metrics.jsonl.
         difference: Absolute difference between the two values.
         replayed_value: Value in the replay.
         replay: The replay's record.
     """
-    precision, (split, _, logged_name) = replay.result_values["mixed_precision"], log_key.partition("/")
-    metric_name = logged_name.removeprefix("raw_")
+    precision = replay.result_values["mixed_precision"]
+    split, _, logged_name = log_key.partition("/")
+    metric_name = logged_name.removeprefix("raw_")  # metrics of the raw weights next to an EMA
     metric = METRICS.get(metric_name)
-    if metric is None:
+    if metric is None:  # the value is not a metric
         return
     if metric.by_class:
         if metric is METRICS.get(replay.result_values.get("best_by", "")):
-            changed_count = max_changed_images(replay.result_values[f"{split}_images"], precision)
-            max_change = max_mean_change(metric_name, evaluated_class_sizes(replay, split), changed_count)
+            max_count = max_changed_images(replay.result_values[f"{split}_images"], precision)
+            max_change = max_mean_change(metric_name, evaluated_class_sizes(replay, split), max_count)
             if difference > max_change:
                 yield f"{finding}. A repeated evaluation changes the metric by at most {max_change:.4f}"
     elif metric.is_share:
@@ -311,16 +347,22 @@ def _compare_evaluation(
 
 
 def _logged_values(record: RunRecord, outcome: ReplayOutcome, run: RunRecord) -> LoggedValues:
-    """Return the values logged in an interval.
+    """Return the values logged in the outcome's interval, by step and key.
 
     The values include the loss since the last log line, stored in each checkpoint's state.json. Values on the
     test split belong to the best weights' step, because the best weights were tested.
+
+    Args:
+        record: Run or replay whose log is read.
+        outcome: Outcome with the interval.
+        run: The run, whose result.json contains the best step.
     """
     interval, last_step = outcome.interval, run.result_values["steps"]
     has_test = interval.is_evaluation and interval.start == run.result_values.get("best_step", last_step)
     logged_values: LoggedValues = defaultdict(list)
     for metrics_line in record.metrics:
         step = metrics_line["step"]
+        # Evaluations at the interval's start belong to the interval, but training values do not.
         for log_key in metrics_line.keys() - KEYS_NOT_REPLAYED:
             if log_key.startswith("test/"):
                 if has_test:
@@ -344,6 +386,7 @@ def _checkpoint_folder(record: RunRecord, step: int) -> Path:
 
 
 def _read_manifest(record: RunRecord, step: int) -> dict[str, Any]:
+    """Read the manifest of a run's checkpoint."""
     folder = _checkpoint_folder(record, step)
     return checkpoints.parse_checkpoint_manifest((folder / checkpoints.MANIFEST_FILE).read_bytes(), folder)
 
@@ -351,8 +394,12 @@ def _read_manifest(record: RunRecord, step: int) -> dict[str, Any]:
 def _compare_checkpoint(
     run: RunRecord, replay: RunRecord, step: int, outcome: ReplayOutcome
 ) -> Iterator[str]:
-    """Compare all tensors in the run's checkpoint with the replay's checkpoint."""
-    records, checkpoint_name = (run, replay), step_name(step)
+    """Yield findings about a step's checkpoints in the run and in the replay, and compare all tensors.
+
+    This generator also adds the largest differences of the tensors to the outcome.
+    """
+    records = (run, replay)
+    checkpoint_name = step_name(step)
     run_manifest, replay_manifest = (_read_manifest(record, step) for record in records)
     saved_states = (read_json(_checkpoint_folder(record, step) / STATE_FILE) for record in records)
     run_optimizer_state, replay_optimizer_state = (

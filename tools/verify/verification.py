@@ -61,7 +61,10 @@ class StepRange:
 
     @property
     def repeats_evaluation(self) -> bool:
-        """True if the start that trained these steps repeated the evaluation at its first step."""
+        """True if the start that trained these steps first repeated the evaluation at begin_step.
+
+        Such a start changed the metric that selects the best checkpoint, or the evaluated images.
+        """
         return resets_best_result(self.record.recipe_file)
 
 
@@ -73,16 +76,19 @@ class Verification:
     """
 
     def __init__(self, flags: argparse.Namespace):
+        """Read the run's files, load its script, and choose the intervals. Replay nothing yet."""
         self.flags, self.folder = flags, flags.run
-        self.hash_by_file = hash_compared_files(flags.run)
+        self.hash_by_file = hash_compared_files(flags.run)  # hash before reading, for verified.json
         self.record = record = RunRecord(flags.run)
-        run_status, recipe_settings = record.result_values["status"], record.recipe_file
+        run_status = record.result_values["status"]
+        recipe_settings = record.recipe_file
         if run_status != "finished":
             remedy = "Repeat the training command to finish the run."
             raise ValueError(f"{flags.run} is not finished ({run_status}). {remedy}")
         self.script = flags.script or project_script(recipe_settings.get("script"))
         self.recipe_type = recipe_class(load_script(self.script))
-        self.recipe, self.steps_per_epoch = record.recipe, replay.recorded_steps_per_epoch(record)
+        self.recipe = record.recipe
+        self.steps_per_epoch = replay.recorded_steps_per_epoch(record)
         if not self.recipe:
             raise ValueError(f"{flags.run} contains no recipe: {some_of(record.problems)}")
         self.last_step = record.result_values["steps"]
@@ -90,11 +96,12 @@ class Verification:
         self.headline_steps = sorted({self.last_step, record.result_values.get("best_step", self.last_step)})
         self.checkpoints_folder = flags.run / "checkpoints"
         self.checkpoint_steps = sorted(steps_in(self.checkpoints_folder))
-        initial_checkpoint = self._checkpoint_by_first_step(recipe_settings.get("resumed_from"))
-        self.start_checkpoints = initial_checkpoint | {
+        checkpoint_by_first_step = self._checkpoint_by_first_step(recipe_settings.get("resumed_from"))
+        # Steps from which a replay can start. The value is None for fresh weights.
+        self.start_checkpoints = checkpoint_by_first_step | {
             step: self.checkpoints_folder / step_name(step) for step in self.checkpoint_steps
         }
-        self.first_step = min(initial_checkpoint, default=0)
+        self.first_step = min(checkpoint_by_first_step, default=0)
         launch_config = read_yaml("--config_file", flags.config_file) if flags.config_file else {}
         uses_cuda = torch.cuda.is_available() and not launch_config.get("use_cpu")
         self.device_type = "cuda" if uses_cuda else "cpu"
@@ -111,6 +118,7 @@ class Verification:
             if not step_ranges:
                 step_ranges = [StepRange(0, self.last_step, start_record)]
             elif self._training_settings(start_record) != self._training_settings(step_ranges[-1].record):
+                # The previous range ends where this start begins.
                 step_ranges[-1] = replace(step_ranges[-1], last_step=start.begin_step)
                 step_ranges.append(StepRange(start.begin_step, self.last_step, start_record))
         return step_ranges or [StepRange(0, self.last_step, self.record)]
@@ -127,7 +135,7 @@ class Verification:
         return [*flag_values, *result_values, *recipe_settings]
 
     def _range_with_step(self, step: int) -> "StepRange":
-        """Return the step range that contains a step."""
+        """Return the step range that contains a step, or the last range for a later step."""
         last_range = self.step_ranges[-1]
         return next((candidate for candidate in self.step_ranges if step <= candidate.last_step), last_range)
 
@@ -169,16 +177,19 @@ class Verification:
         """
         if resumed_from is None:
             return {0: None}
-        resumed_path, first_logged_step = Path(resumed_from).resolve(), self.record.metrics[0]["step"]
+        resumed_path = Path(resumed_from).resolve()
+        first_logged_step = self.record.metrics[0]["step"]
+        # `resumed_from` is either a checkpoint, a run folder or a folder with checkpoints.
         if (step := step_from_name(resumed_path.name)) is not None:
             return {step: resumed_path} if resumed_path.is_dir() else {}
         for checkpoints_folder in (resumed_path / "checkpoints", resumed_path):
             saved_steps = [step for step in steps_in(checkpoints_folder) if step <= first_logged_step]
-            if saved_steps:
+            if saved_steps:  # newest first
                 return {saved_steps[0]: checkpoints_folder / step_name(saved_steps[0])}
         return {}
 
     def _check_device_type(self, record: RunRecord) -> None:
+        """Raise ValueError if a replay on this device type would draw different random numbers."""
         device, *_ = record.recipe_file.get("devices") or [""]
         run_device_type = "cpu" if device.startswith("CPU") else "cuda"
         device_flags = flags_where(self.recipe_type, "drawn_on_device")
@@ -192,14 +203,15 @@ class Verification:
     def _all_intervals(self) -> list[Interval]:
         """Return all intervals that start at the beginning or at a kept checkpoint, without overlaps.
 
-        Each interval ends at the step of a log line.
+        Each interval ends at the first log line after at least --steps steps, or at the last log line of its
+        step range.
         """
         intervals: list[Interval] = []
         for start_step in sorted(self.start_checkpoints):
             if start_step >= self.last_step or (intervals and start_step < intervals[-1].end):
                 continue
             step_range = self._range_with_step(start_step + 1)
-            log_every = step_range.record.recipe.get("log_every", 50)
+            log_every = step_range.record.recipe.get("log_every", 50)  # 50 is the flag's default
             steps_per_epoch = replay.recorded_steps_per_epoch(step_range.record)
             steps = range(start_step + 1, step_range.last_step + 1)
             logged_steps = [step for step in steps if not step % log_every or not step % steps_per_epoch]
@@ -213,6 +225,7 @@ class Verification:
         return intervals
 
     def _sample_intervals(self, intervals: list[Interval]) -> list[Interval]:
+        """Return --sample random intervals, sorted by start, and print the seed of the selection."""
         if self.flags.sample is None or self.flags.sample >= len(intervals):
             return intervals
         seed = random.randrange(2**32) if self.flags.seed is None else self.flags.seed
@@ -236,17 +249,20 @@ class Verification:
     # --- One interval
 
     def replay(self, interval: Interval) -> ReplayOutcome:
-        """Train an interval's steps again and compare the result with the run."""
+        """Train an interval's steps again in a temporary folder, and compare the result with the run.
+
+        The outcome contains an error of the replay as a finding. The run folder does not change.
+        """
         outcome = ReplayOutcome(interval)
         saved_steps = {interval.start, *interval.checkpoint_steps} & {*self.checkpoint_steps}
         outcome.findings = [
             finding for step in sorted(saved_steps) for finding in self._checkpoint_findings(step)
         ]
-        if outcome.findings:
+        if outcome.findings:  # do not train from a damaged checkpoint
             return outcome
         try:
-            with tempfile.TemporaryDirectory(prefix="verify-", ignore_cleanup_errors=True) as scratch:
-                self._replay_and_compare(outcome, Path(scratch))
+            with tempfile.TemporaryDirectory(prefix="verify-", ignore_cleanup_errors=True) as scratch_name:
+                self._replay_and_compare(outcome, Path(scratch_name))
         except Exception as error:  # the script or a library may raise any error for damaged files
             outcome.findings.append(f"the replay failed: {printable(error)}")
         return outcome
@@ -265,9 +281,11 @@ class Verification:
         if changes:
             yield f"the checkpoint of step {step:,} was trained with {', '.join(changes)}"
 
-    def _replay_and_compare(self, outcome: ReplayOutcome, scratch: Path) -> None:
+    def _replay_and_compare(self, outcome: ReplayOutcome, scratch_folder: Path) -> None:
+        """Train the outcome's interval in `scratch_folder`, and add the comparison to the outcome."""
         recorded_run = self._range_for_replay(outcome.interval).record
-        replayed_run = RunRecord(self._train_interval(outcome.interval, recorded_run, scratch / "replay"))
+        replay_folder = self._train_interval(outcome.interval, recorded_run, scratch_folder / "replay")
+        replayed_run = RunRecord(replay_folder)
         outcome.is_replayed = True
         outcome.reasons_not_exact = replay.why_not_exact(recorded_run, replayed_run)
         outcome.is_exact = not outcome.reasons_not_exact
@@ -275,10 +293,20 @@ class Verification:
         outcome.findings += replay.compare_with_replay(recorded_run, replayed_run, outcome)
 
     def _train_interval(self, interval: Interval, run: RunRecord, output_folder: Path) -> Path:
-        """Run the train script and return the new run folder.
+        """Train an interval's steps with the run's script in a subprocess.
 
-        If the script fails, raise ValueError with a reason.
+        Args:
+            interval: Steps to train, starting from a kept checkpoint or from fresh weights.
+            run: Recorded run, with the settings of the start that trained the interval.
+            output_folder: Folder for the new run.
+
+        Returns:
+            `output_folder`, which is then a run folder.
+
+        Raises:
+            ValueError: If the script fails. The message is a line of its output, and stderr shows more lines.
         """
+        # The largest period that saves at all compared steps. Without compared steps, save none.
         checkpoint_every = math.gcd(*interval.checkpoint_steps) or 10**9
         launcher_words = ["-m", "accelerate.commands.launch", "--config_file", self.flags.config_file]
         replay_command = [sys.executable, *(launcher_words if self.flags.config_file else ()), self.script]
@@ -291,18 +319,23 @@ class Verification:
             replay_command += ["--resume", start_checkpoint]
         if self.flags.cache_dir:
             replay_command += ["--cache_dir", self.flags.cache_dir]
+        # The number of CPU threads can change rounding.
         thread_count = str(run.recipe_file.get("threads", 1))
         replay_env = {"OMP_NUM_THREADS": thread_count} if run.recipe.get("deterministic") else {}
         exit_status, replay_output = run_replay([str(word) for word in replay_command], replay_env)
         if exit_status:
             output_lines = replay_output.splitlines() or ["no output"]
             print("\n".join(output_lines[-PRINTED_OUTPUT_LINES:]), file=sys.stderr)
+            # Prefer the last line with "error" to the last line, which may be a launcher's remark.
             error_lines = (output_line for output_line in reversed(output_lines) if "error" in output_line)
             raise ValueError(next(error_lines, output_lines[-1]))
         return output_folder
 
     def _write_replay_config(self, run: RunRecord, replay_folder: Path) -> Path:
-        """Write a --config file with the run's recipe and all other settings that affect the results."""
+        """Write a --config file with the run's recipe and all other settings that affect the results.
+
+        The file is next to `replay_folder`, with the suffix .json. Return its path.
+        """
         copied_flags = self._flags_copied_to_replay()
         replay_config = {flag: run.recipe[flag] for flag in copied_flags if run.recipe.get(flag) is not None}
         micro_batch_size = self.flags.per_device_batch_size or run.result_values.get("per_device_batch_size")
@@ -310,6 +343,7 @@ class Verification:
         # Earlier versions did not record the preprocessing.
         preprocessing = run.recipe_file.get("preprocessing", {"interpolation": LEGACY})
         replay_config |= {flag: preprocessing[flag] for flag in preprocessing_flags if flag in preprocessing}
+        # Without this permission, the train script refuses to resume with changed flags.
         changed_flags = [*run.recipe.get("allow_changed", []), "data", *preprocessing_flags]
         replay_config |= {"per_device_batch_size": micro_batch_size, "allow_changed": changed_flags}
         replay_config |= {"data": self.flags.data} if self.flags.data else {}
@@ -320,7 +354,7 @@ class Verification:
     # --- Output
 
     def describe_outcome(self, outcome: ReplayOutcome) -> str:
-        """Describe an interval's outcome, with one line per finding."""
+        """Describe an interval's outcome in one line per finding, and list the largest differences."""
         interval_text, findings = f"{outcome.interval} of {self.last_step:,}", outcome.findings
         if outcome.is_exact and not findings:
             return f"{interval_text}: bitwise identical. The log, data, recipe and weights match the page"
@@ -331,7 +365,15 @@ class Verification:
         return "\n".join(f"{interval_text}: {outcome_line}" for outcome_line in outcome_lines)
 
     def print_verdict(self, contradictions: list[str], outcomes: list[ReplayOutcome]) -> int:
-        """Print the coverage, append the outcome to verified.json, and return the exit status."""
+        """Print the coverage, append the outcome to verified.json, and return the exit status.
+
+        Args:
+            contradictions: Contradictions between the run's files.
+            outcomes: Outcomes of all intervals. Some of them may not have been replayed.
+
+        Returns:
+            1 if anything differs, else 0.
+        """
         replays = [outcome for outcome in outcomes if outcome.is_replayed]
         replayed_steps = sum(outcome.interval.end - outcome.interval.start for outcome in replays)
         compared_checkpoints = {step for outcome in replays for step in outcome.interval.checkpoint_steps}
@@ -345,8 +387,8 @@ class Verification:
         run_steps = max(1, self.last_step - self.first_step)
         coverage_text = f"{replayed_steps:,} of {run_steps:,} steps ({replayed_steps / run_steps:.1%})"
         coverage_text += f" and {len(compared_checkpoints)} of {len(self.checkpoint_steps)} checkpoints"
-        no_difference = f"no difference. {VERIFICATION_MEANING[verification_type]}"
-        verdict = plural(len(findings), "difference") if findings else no_difference
+        success_text = f"no difference. {VERIFICATION_MEANING[verification_type]}"
+        verdict = plural(len(findings), "difference") if findings else success_text
         print(f"{coverage_text} replayed, {verification_type}: {verdict}")
         unverified_parts = self._unverified_parts(replays, compared_checkpoints)
         unverified_items = [f"{run_steps - replayed_steps:,} steps", *NEVER_VERIFIED, *unverified_parts]
@@ -387,7 +429,10 @@ class Verification:
         return 1 if findings else 0
 
     def _missing_headline_evaluations(self, replays: list[ReplayOutcome]) -> Iterator[str]:
-        """Yield headline evaluations that no replay repeated, for example because a checkpoint is missing."""
+        """Yield a finding for each headline evaluation that no replay repeated.
+
+        An evaluation can't be repeated if its checkpoint is missing.
+        """
         evaluated_steps = {outcome.interval.start for outcome in replays if outcome.interval.is_evaluation}
         for step in sorted({*self.headline_steps} - evaluated_steps):
             yield f"the evaluation at step {step:,}, which the headline reports, could not be repeated"
@@ -398,7 +443,10 @@ class Verification:
         return not_repeated_steps - {step for outcome in replays for step in outcome.evaluated_steps}
 
     def _unexplained_evaluations(self, replays: list[ReplayOutcome]) -> Iterator[str]:
-        """Yield logged evaluations at steps at which neither an epoch nor a start (--max_steps) ended."""
+        """Yield a finding for each logged evaluation at whose step neither an epoch nor a start ended.
+
+        A start ends at its --max_steps. If starts.jsonl does not record all starts, yield nothing.
+        """
         kept_starts = self.record.kept_starts
         if kept_starts and all(start.is_recorded for start in kept_starts):
             start_recipes = [start.settings.get("recipe", {}) for start in self.record.starts]
@@ -408,6 +456,7 @@ class Verification:
                 yield f"the log contains an evaluation at step {step:,}, {reason}"
 
     def _mixed_precisions(self) -> Iterator[str]:
+        """Return the mixed precision of each step range, which may occur several times."""
         records = (step_range.record for step_range in self.step_ranges)
         return (record.recipe_file.get("mixed_precision", "no") for record in records)
 
@@ -421,9 +470,10 @@ class Verification:
         if reasons := dict.fromkeys(reason for outcome in replays for reason in outcome.reasons_not_exact):
             unverified_parts.append(f"bitwise equality ({some_of(list(reasons))})")
 
-            best_by = METRICS.get(self.recipe.get("best_by", ""))
+            # Of the metrics by class, _compare_evaluation() compares only the metric of --best_by.
+            best_metric = METRICS.get(self.recipe.get("best_by", ""))
             unverified_metrics = [
-                metric.title for metric in METRICS.values() if metric.by_class and metric is not best_by
+                metric.title for metric in METRICS.values() if metric.by_class and metric is not best_metric
             ]
             unverified_parts += ["whether these steps produced the weights", "precision", *unverified_metrics]
         if other_checkpoints := sorted({*self.checkpoint_steps} - compared_checkpoints):
@@ -438,7 +488,11 @@ class Verification:
 
 
 def run_replay(command: list[str], env: dict[str, str]) -> tuple[int, str]:
-    """Run a replay with additional environment variables. Return the exit status and the replay's output."""
+    """Run a replay's command in a subprocess with additional environment variables.
+
+    Returns:
+        A tuple of the exit status and the output, which combines stdout and stderr.
+    """
     replay_process = subprocess.run(
         command,
         env=os.environ | env,
