@@ -745,6 +745,16 @@ def test_a_finished_split_stays_with_its_classes(killed, ilsvrc, tmp_path):
     assert "1 images of val" in prep(*words)
 
 
+def test_a_finished_val_split_stays_with_its_labels(killed, ilsvrc, two_tars, tmp_path):
+    labels = [ilsvrc.val_labels[name] for name in sorted(ilsvrc.val_labels)]
+    label_file = tmp_path / "labels.txt"
+    label_file.write_text("\n".join(map(str, labels)))
+    words = ["--data", two_tars, "--val_labels", label_file, *MINI, "--out", tmp_path / "out"]
+    killed("manifest", *words)
+    label_file.write_text("\n".join(map(str, labels[::-1])))
+    assert "val_labels changed since" in fails(*words)
+
+
 def test_a_split_that_failed_leaves_nothing(ilsvrc, tmp_path, monkeypatch):
     """Let val fail after it has written some images, then prepare a val archive without the class of these
     images.

@@ -205,8 +205,9 @@ class Journal:
                 input_change = "the list of classes changed"
             elif earlier_input == current_input:
                 continue
-            # The development kit affects both splits. Any other part is the split with the same name.
-            if part == "devkit" or part in earlier_journal["splits"]:
+            # The development kit affects both splits. A part other than val_labels is the split of the same name.
+            affected_split = "val" if part == "val_labels" else part
+            if part == "devkit" or affected_split in earlier_journal["splits"]:
                 input_problem = f"{input_change} since the preparation in {self.folder} started"
                 raise ValueError(f"{input_problem}. Remove the folder and start again.")
 
