@@ -147,9 +147,9 @@ def launch_command_precision() -> str | None:
     default. The function returns None if the parent process is not `accelerate launch`.
     """
     parent_process, *_ = ancestors()
-    if not parent_process.launcher().startswith("accelerate"):
+    if not parent_process.launcher_name().startswith("accelerate"):
         return None
-    precision_flag_value = parent_process.flag("mixed[_-]precision")
+    precision_flag_value = parent_process.flag_value("mixed[_-]precision")
     return precision_flag_value if precision_flag_value in ("no", *HALF_DTYPES) else ""
 
 

@@ -225,6 +225,6 @@ def _torchrun_max_hosts() -> str | None:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     agent_process, *_ = ancestors()
-    host_range = agent_process.flag("nnodes") or os.environ.get("PET_NNODES", "")
+    host_range = agent_process.flag_value("nnodes") or os.environ.get("PET_NNODES", "")
     host_range_match = re.fullmatch(r"\d+:(?P<max>\d+)", host_range)
     return host_range_match["max"] if host_range_match else None

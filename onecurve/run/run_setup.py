@@ -469,8 +469,8 @@ def _user_command() -> list[str]:
         ancestor_words = ancestor.words[1:]
         contains_script = any(Path(argument).name == Path(sys.argv[0]).name for argument in ancestor_words)
         ends_with_flags = ancestor_words[len(ancestor_words) - len(script_flags) :] == script_flags
-        if contains_script and ends_with_flags and ancestor.launcher(within=3):
-            is_launcher_installed = ancestor.launcher(within=2) not in ("", "launch.py")
+        if contains_script and ends_with_flags and ancestor.launcher_name(within=3):
+            is_launcher_installed = ancestor.launcher_name(within=2) not in ("", "launch.py")
             if is_launcher_installed:
                 user_command = [Path(ancestor_words[0]).name, *ancestor_words[1:]]
             else:

@@ -18,7 +18,7 @@ from onecurve.system.paths import ROOT
 from onecurve.system.text import safe_message
 
 # An empty path must never be interpreted as the working folder or the file system root.
-EMPTY_VALUE = "is empty. Check that the shell variable for this value is set."  # second part of a message
+EMPTY_VALUE = "is empty. Check that the shell variable for this value is set."  # follows a flag's name
 INTERRUPTED_STATUS = 130  # exit status after Ctrl-C
 
 
@@ -76,6 +76,7 @@ def config_file(config_name: str) -> Path:
     config_path, bundled_path = Path(config_name), Path("accelerate_configs", config_name)
     if not config_path.exists() and (ROOT / bundled_path).is_file():
         config_path = bundled_path if bundled_path.exists() else ROOT / bundled_path
+    # Jobs run in ROOT, where a path relative to another folder would be wrong.
     is_outside_root = config_path.exists() and Path.cwd() != ROOT
     return config_path.absolute() if is_outside_root else config_path
 
@@ -92,7 +93,12 @@ class CommandParser(argparse.ArgumentParser):
     """Argument parser that accepts hyphens and underscores in flag names, and rejects empty flag values."""
 
     def parse_known_args(self, args=None, namespace=None):
+        """Parse a command line, with underscores instead of hyphens in flag names.
+
+        End the command with an error if the value of a flag is empty.
+        """
         command_words = [underscores(raw_word) for raw_word in (sys.argv[1:] if args is None else args)]
+        # "-" follows the last word, because an empty next word would be an error.
         for command_word, next_word in itertools.pairwise([*command_words, "-"]):
             if command_word.startswith("--") and (command_word.endswith("=") or not next_word):
                 self.error(f"{command_word.rstrip('=')} {EMPTY_VALUE}")
@@ -152,20 +158,21 @@ def settle_environment() -> None:
     because users in a group share weights. This function removes a notebook kernel's matplotlib backend from
     the environment, because matplotlib can't use this backend outside the notebook.
     """
-    user_umask = os.umask(0o077)  # os.umask() returns the previous umask
+    user_umask = os.umask(0o077)  # the umask can be read only by setting a temporary one
     os.umask(user_umask | 0o002)
     os.environ.pop("MPLBACKEND", None)  # a notebook kernel's backend
 
 
 def tell_launchers(message: str) -> None:
-    """Report this process's error message to all launchers as the cause of the job's failure."""
+    """Report this process's error message to torchrun and launch.py as the cause of the job's failure."""
     tell_torchrun(message)
     report_to_launcher("failed", message=message)
 
 
 def tell_torchrun(message: str) -> None:
-    """Write the message that torchrun prints when it reports this process's failure."""
+    """Write a message to torchrun's error file, from which torchrun reports this process's failure."""
     if torchrun_error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # torchrun expects this nesting and these keys.
         failure_record = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError):
             Path(torchrun_error_file).write_text(json.dumps({"message": failure_record}))

@@ -38,10 +38,12 @@ def is_under_deepspeed(env: Mapping[str, str] = os.environ) -> bool:
 
 
 def rank() -> int:
+    """Return the index of this process among all processes of the job, or 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
 def world_size() -> int:
+    """Return the number of processes in the job, or 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -92,7 +94,7 @@ def report_to_launcher(event_type: str, **event_fields: Any) -> None:
     """Append an event to the event file on this host if launch.py started the job."""
     if events_file := os.environ.get(EVENTS_FILE_VARIABLE):
         event_line = json.dumps({"event": event_type} | event_fields) + "\n"
-        # Write each line with a single system call, because several processes append to the file.
+        # Several processes append to the file. A buffer longer than the line makes one system call write it.
         buffer_bytes = len(event_line) + 1
         with contextlib.suppress(OSError), open(events_file, "a", buffering=buffer_bytes) as event_stream:
             event_stream.write(event_line)

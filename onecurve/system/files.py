@@ -63,6 +63,7 @@ def sync(path: Path) -> None:
 
 @functools.cache
 def _warn_not_synced(sync_error_text: str) -> None:
+    """Log a warning, once for each error text, that a power loss or crash may lose the newest files."""
     log.warning(
         f"warning: this file system can't sync a folder ({sync_error_text})."
         " If this host crashes, the newest files may be lost."
@@ -82,19 +83,22 @@ def retried(read: Callable[Parameters, Returned]) -> Callable[Parameters, Return
                     raise
                 note_retry(f"{read_error.filename or 'a data file'}: {read_error.strerror}")
                 time.sleep(BACKOFF_S * failed_attempts)
-        return read(*read_args, **read_options)
+        return read(*read_args, **read_options)  # the caller handles an error of the last attempt
 
     return read_with_retries
 
 
-_first_retry: list[str] = []  # empty, or one message
+_first_retry: list[str] = []  # empty, or the reason for this process's first retry
 
 
 def note_retry(reason: str) -> None:
-    """Log a warning for the first retry in this process. For data workers, the trainer logs the warning."""
+    """Store the reason of the first retry in this process, and log it as a warning.
+
+    A data worker only stores the reason, because the trainer logs the warning for it.
+    """
     if not _first_retry:
         _first_retry.append(reason)
-        if multiprocessing.parent_process() is None:
+        if multiprocessing.parent_process() is None:  # not in a data worker
             log.warning(
                 f"warning: {printable(reason)}. Retrying the read. Further retries will not be reported."
             )
@@ -117,14 +121,16 @@ def sha256_of(path: Path, heartbeat: Callable[[], None] = lambda: None) -> str:
     return sha256_digest.hexdigest()
 
 
-def lfs_pointer_problem(content: Path | bytes) -> str:
+def lfs_pointer_problem(path_or_content: Path | bytes) -> str:
     """Return an error message if a file or its content is a Git LFS pointer, otherwise an empty string."""
-    if isinstance(content, Path):
-        if not content.is_file():
-            return ""
-        with open(content, "rb") as content_file:
-            content = content_file.read(len(LFS_POINTER_START))
-    if not content.startswith(LFS_POINTER_START):
+    if isinstance(path_or_content, Path):
+        if not path_or_content.is_file():
+            return ""  # a missing file or a folder
+        with open(path_or_content, "rb") as possible_pointer:
+            content_start = possible_pointer.read(len(LFS_POINTER_START))
+    else:
+        content_start = path_or_content
+    if not content_start.startswith(LFS_POINTER_START):
         return ""  # not a pointer
     return "the file is a Git LFS pointer. Run `git lfs pull` in the file's repository"
 
@@ -137,6 +143,7 @@ def check_regular(path: Path) -> None:
 
 
 def read_regular(path: Path) -> bytes:
+    """Return the content of a regular file. Raise OSError for a folder, a pipe or a missing file."""
     check_regular(path)
     return path.read_bytes()
 
@@ -155,7 +162,12 @@ def refuse_link(folder: Path) -> None:
 
 
 def open_to_append(path: Path) -> BinaryIO:
-    """Open or create a file in a run folder. Raise OSError if the path is a link or not a regular file."""
+    """Open a file in a run folder for appending and reading, and create it if it is missing.
+
+    Raises:
+        OSError: If the path is a symbolic link or not a regular file.
+    """
+    # O_NOFOLLOW rejects links. With O_NONBLOCK, opening a pipe does not wait for another process.
     open_flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     file_fd = os.open(path, open_flags, 0o666)
     if not stat.S_ISREG(os.fstat(file_fd).st_mode):
@@ -173,7 +185,10 @@ def discard(path: Path) -> None:
 
 
 def try_lock(file_fd: int, lock_mode: int = fcntl.LOCK_EX) -> bool:
-    """Lock a file with flock. Return False immediately if another process holds the lock."""
+    """Lock a file with flock. Return False immediately if another process holds the lock.
+
+    `lock_mode` is fcntl.LOCK_EX for an exclusive or fcntl.LOCK_SH for a shared lock.
+    """
     try:
         fcntl.flock(file_fd, lock_mode | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -262,13 +277,14 @@ def _is_file_inside(file_path: Path, folder: Path) -> bool:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Replace a file atomically with a JSON object, and wait until the new file is on disk."""
     write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def write_csv(path: Path, rows: Iterable[Iterable[object]]) -> None:
-    """Write a CSV file.
+    """Replace a CSV file atomically.
 
-    Spreadsheets do not evaluate any cell of the file as a formula (OWASP, CSV Injection).
+    An apostrophe precedes each cell that a spreadsheet would evaluate as a formula (OWASP, CSV Injection).
     """
     csv_text = io.StringIO()
     csv_writer = csv.writer(csv_text, lineterminator="\n")
@@ -279,6 +295,7 @@ def write_csv(path: Path, rows: Iterable[Iterable[object]]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Replace a file atomically with a UTF-8 text, and wait until the new file is on disk."""
     write_bytes(path, text.encode())
 
 
@@ -464,12 +481,13 @@ def has_type(value: Any, value_type: ValueType) -> bool:
             key in value and has_type(value[key], key_type) for key, key_type in type_by_key.items()
         )
     if isinstance(value_type, list) or typing.get_origin(value_type) in (list, tuple):
+        # [Kind], list[Kind] and tuple[Kind, ...] start with the type of all items.
         item_type, *_ = value_type if isinstance(value_type, list) else typing.get_args(value_type)
         return isinstance(value, list) and all(has_type(json_item, item_type) for json_item in value)
     if typing.get_origin(value_type) is dict:
         _, item_type = typing.get_args(value_type)
         return isinstance(value, dict) and all(has_type(json_item, item_type) for json_item in value.values())
-    if isinstance(value, bool) or value_type is bool:
+    if isinstance(value, bool) or value_type is bool:  # bool is a subclass of int
         return isinstance(value, bool) and value_type is bool
     if value_type in (int, float):
         is_number = isinstance(value, int if value_type is int else int | float)

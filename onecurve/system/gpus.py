@@ -28,6 +28,7 @@ class GpuInventory(NamedTuple):
 
 
 def list_gpus() -> GpuInventory:
+    """Return this host's driver and GPUs, or the reason why NVML can't list the GPUs."""
     try:
         import pynvml
 
@@ -35,7 +36,7 @@ def list_gpus() -> GpuInventory:
     except ImportError:  # torch does not need pynvml to use the GPUs
         return GpuInventory()
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
-        return GpuInventory()
+        return GpuInventory()  # this host has no driver
     except pynvml.NVMLError as nvml_error:
         return GpuInventory(problem=str(nvml_error))
     try:
@@ -54,6 +55,10 @@ def list_gpus() -> GpuInventory:
 
 
 def _describe_gpu(pynvml: Any, gpu_handle: Any, all_handles: list[Any]) -> dict[str, Any]:
+    """Return the properties of one GPU for GpuInventory.gpus.
+
+    `all_handles` contains the NVML handles of all GPUs on this host, including `gpu_handle`.
+    """
     gpu_memory = _query(pynvml, pynvml.nvmlDeviceGetMemoryInfo, gpu_handle)
     compute_capability = _query(pynvml, pynvml.nvmlDeviceGetCudaComputeCapability, gpu_handle)
     gpu_processes = _query(pynvml, pynvml.nvmlDeviceGetComputeRunningProcesses, gpu_handle) or []
@@ -77,6 +82,7 @@ def _query(pynvml: Any, nvml_function: Callable[..., Any], *nvml_arguments: Any)
 
 
 def _pid_and_name(pid: int) -> str:
+    """Describe a process by its PID and program name, or only by its PID if the name is unavailable."""
     try:
         return f"{pid} {psutil.Process(pid).name()}"
     except psutil.Error:
@@ -85,8 +91,8 @@ def _pid_and_name(pid: int) -> str:
 
 def _can_read_peer(pynvml: Any, gpu_handle: Any, peer_handle: Any) -> bool:
     """Return True if a GPU can directly read a peer GPU's memory."""
-    status_arguments = gpu_handle, peer_handle, pynvml.NVML_P2P_CAPS_INDEX_READ
-    peer_status = _query(pynvml, pynvml.nvmlDeviceGetP2PStatus, *status_arguments)
+    read_capability = pynvml.NVML_P2P_CAPS_INDEX_READ
+    peer_status = _query(pynvml, pynvml.nvmlDeviceGetP2PStatus, gpu_handle, peer_handle, read_capability)
     return peer_status == pynvml.NVML_P2P_STATUS_OK
 
 
@@ -103,20 +109,23 @@ def torch_cuda() -> str | None:
     return version_match and version_match[1]
 
 
-def driver_problem(devices: GpuInventory, torch_cuda_version: str | None) -> str | None:
-    """Return the reason why torch for a CUDA version can't use the host's GPUs, or None if it can."""
-    if devices.problem:
-        return f"the NVIDIA driver does not respond ({devices.problem})"
-    if not devices.gpus:
+def driver_problem(gpu_inventory: GpuInventory, torch_cuda_version: str | None) -> str | None:
+    """Return the reason why the installed torch can't use the host's GPUs, or None if no reason is known.
+
+    `torch_cuda_version` is the result of torch_cuda() on the same host.
+    """
+    if gpu_inventory.problem:
+        return f"the NVIDIA driver does not respond ({gpu_inventory.problem})"
+    if not gpu_inventory.gpus:
         return None  # there is no GPU to use
     if torch_cuda_version is None:
         return "the installed torch was built without CUDA"
-    if devices.driver_cuda is None:
+    if gpu_inventory.driver_cuda is None:
         return None  # the driver's CUDA version is unknown
-    driver_major, driver_minor = devices.driver_cuda
+    driver_major, driver_minor = gpu_inventory.driver_cuda
     if driver_major < _major_version(torch_cuda_version):
         return (
-            f"driver {devices.driver} supports CUDA up to {driver_major}.{driver_minor},"
+            f"driver {gpu_inventory.driver} supports CUDA up to {driver_major}.{driver_minor},"
             f" but the installed torch needs CUDA {torch_cuda_version}"
         )
     return None  # torch can use the GPUs
@@ -148,7 +157,8 @@ def runs_on(architecture: str, gpu_major: int, gpu_minor: int) -> bool:
     compute_80 also runs on newer GPUs.
     """
     code_type, _, capability_digits = architecture.partition("_")
+    # Names such as sm_90a and sm_100f have a suffix after the digits.
     code_major, code_minor = divmod(int(capability_digits.rstrip("af")), 10)
-    if code_type == "compute":
+    if code_type == "compute":  # PTX, which the driver compiles for newer GPUs
         return (code_major, code_minor) <= (gpu_major, gpu_minor)
     return code_major == gpu_major and code_minor <= gpu_minor

@@ -10,6 +10,8 @@ import sys
 
 
 class _PlainLines(logging.Handler):
+    """Handler that prints messages to stdout, and warnings and errors to stderr."""
+
     def emit(self, record: logging.LogRecord) -> None:
         # Look up sys.stdout and sys.stderr for each line, because progress bars and tests replace these
         # streams.
@@ -21,4 +23,4 @@ log = logging.getLogger("onecurve")
 if log.level == logging.NOTSET:  # no program has set a level yet
     log.setLevel(logging.INFO)
 log.addHandler(_PlainLines())
-log.propagate = False
+log.propagate = False  # otherwise, the root logger's handlers would print each message again

@@ -34,13 +34,15 @@ class Replay:
     ended: Callable[[], bool] = lambda: False  # returns True if the GPU has finished the replay
 
     def __post_init__(self) -> None:
-        self.launched = self.number
+        self.launched = self.number  # no later replay has been launched yet
 
     def is_done(self) -> bool:
+        """Return True if the GPU has finished the replay."""
         return self.ended()
 
     @property
     def age_s(self) -> float:
+        """Seconds since the observation of this replay began, or 0 if the GPU has finished the replay."""
         return 0.0 if self.is_done() else time.time() - self.since
 
 
@@ -48,15 +50,20 @@ class _CurrentPhase:
     """Current phase, part and step of this process, and the number of seconds spent in each part."""
 
     def __init__(self) -> None:
-        self.phase, self.part = STARTING, IMPORTS
+        self.phase = STARTING  # what the process is doing, as shown in reports of hanging jobs
+        self.part = IMPORTS  # part of the run to which the current time is attributed
         self.step = 0  # optimizer step that this process computes
         self.replay: Replay | None = None  # observed replay of a CUDA graph
         self.entered_s: float | None = None  # time.perf_counter() at the last enter()
         self.past_s: dict[str, float] = {}  # seconds spent in each part before the last enter()
 
     def enter(self, part: str, phase: str = "") -> None:
-        """Begin a part of the run. The default phase is the name of the part."""
+        """Begin a part of the run, and attribute the time since the last call to the previous part.
+
+        The default phase is the name of the part.
+        """
         now_s = time.perf_counter()
+        # The first part began with the process.
         elapsed_s = process_uptime_s() if self.entered_s is None else now_s - self.entered_s
         self.past_s[self.part] = self.past_s.get(self.part, 0.0) + elapsed_s
         self.entered_s, self.part, self.phase = now_s, part, phase or part
@@ -72,7 +79,7 @@ now = _CurrentPhase()
 
 @contextlib.contextmanager
 def in_phase(phase: str) -> Iterator[None]:
-    """Set the phase for the duration of the context."""
+    """Set this process's phase, but not its part, for the duration of the context."""
     previous_phase, now.phase = now.phase, phase
     try:
         yield

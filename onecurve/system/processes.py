@@ -18,7 +18,7 @@ import psutil
 
 from onecurve.system.files import read_yaml
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # numbers of operations of prctl(2)
 START_TIME_INDEX = 19  # index of a process's start time in the result of _stat_fields()
 PROBE_PORT = 9  # the discard service; interface_to() sends no packet to this port
 LAUNCHERS = ("accelerate", "accelerate-launch", "deepspeed", "torchrun", "launch.py")  # program names
@@ -57,7 +57,7 @@ class Ancestor(NamedTuple):
     process: psutil.Process  # the ancestor
     words: list[str]  # command line, or [""] if the command line is hidden
 
-    def launcher(self, within: int | None = None) -> str:
+    def launcher_name(self, within: int | None = None) -> str:
         """Return the launcher or launcher module in the first `within` words of a Python command, or ""."""
         program_name, *argument_names = (Path(command_word).name for command_word in self.words[:within])
         if not program_name.startswith("python"):
@@ -67,9 +67,9 @@ class Ancestor(NamedTuple):
                 return argument_name
         return ""  # not a launcher
 
-    def flag(self, name_pattern: str) -> str:
+    def flag_value(self, name_pattern: str) -> str:
         """Return the value of the first flag whose name matches the pattern, or an empty string."""
-        command_line = "\0".join(self.words)
+        command_line = "\0".join(self.words)  # words can contain spaces, but no null characters
         flag_match = re.search(rf"\0--?{name_pattern}[=\0]([^\0]*)", command_line)
         return flag_match[1] if flag_match else ""
 
@@ -93,7 +93,9 @@ def launchers() -> list[psutil.Process]:
     Shells and tests are excluded because they may end earlier than the launcher. The `deepspeed` command runs
     two launcher processes.
     """
-    launcher_ancestors = takewhile(lambda ancestor: ancestor.launcher(within=4), ancestors())
+    # The launcher is among the first words, as in `python -u -m torch.distributed.run`. A script's arguments
+    # may also contain the name of a launcher.
+    launcher_ancestors = takewhile(lambda ancestor: ancestor.launcher_name(within=4), ancestors())
     return [ancestor.process for ancestor in launcher_ancestors]
 
 
@@ -136,15 +138,16 @@ def accelerate_config() -> dict[str, Any]:
     from accelerate.commands.config.config_args import default_config_file
 
     for ancestor in ancestors():
-        if ancestor.launcher().startswith("accelerate"):
+        if ancestor.launcher_name().startswith("accelerate"):
             with contextlib.suppress(psutil.Error):
-                config_argument = ancestor.flag("config[_-]file")
+                config_argument = ancestor.flag_value("config[_-]file")
                 config_path = Path(ancestor.process.cwd(), config_argument or default_config_file)
                 return read_yaml("--config_file", config_path) if config_path.is_file() else {}
     return {}  # `accelerate launch` did not start this process, or is hidden
 
 
 def is_alive(process: psutil.Process) -> bool:
+    """Return True if a process is running and not a zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:  # raised if the process ends between the two calls
@@ -164,14 +167,15 @@ def start_ticks(pid: int) -> int | None:
 
 
 def is_running(pid: int, expected_ticks: int | None) -> bool:
-    """Return True if the process with this PID and start_ticks() is running.
+    """Return True if the process with this PID is running and its start_ticks() are `expected_ticks`.
 
-    Zombies do not count as running.
+    A new process with the same PID has other ticks. Zombies do not count as running.
     """
     try:
         process_state, *_ = _stat_fields(pid)
         has_ended = process_state in (b"Z", b"X")  # zombie or dead
-        return start_ticks(pid) == expected_ticks is not None and not has_ended
+        is_same_process = expected_ticks is not None and start_ticks(pid) == expected_ticks
+        return is_same_process and not has_ended
     except (OSError, ValueError):
         return False  # the process has ended
 
@@ -207,14 +211,14 @@ def allowed_cores(
 def _cpu_quotas(cgroup_file: Path, cgroup_root: Path) -> Iterator[float]:
     """Yield the CPU quotas of this process's control groups and their parents, in cores (cgroups(7))."""
     for cgroup_line in cgroup_file.read_text().splitlines() if cgroup_file.exists() else ():
-        _, controllers, process_cgroup = cgroup_line.split(":", 2)
+        _, controllers, process_cgroup = cgroup_line.split(":", 2)  # cgroup v2 lists no controllers
         is_cgroup_v1 = "cpu" in controllers.split(",")
         if controllers and not is_cgroup_v1:
             continue  # a control group without CPU quotas
         quota_file_names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_cgroup_v1 else ("cpu.max",)
         for cgroup_path in (Path(process_cgroup), *Path(process_cgroup).parents):
             quota_folder = cgroup_root / ("cpu" if is_cgroup_v1 else "") / str(cgroup_path).lstrip("/")
-            # inside a container, the root is the container's control group
+            # In a container, whose own control group is the root, the path on the host may be missing.
             with contextlib.suppress(OSError):
                 quota_texts = [(quota_folder / file_name).read_text() for file_name in quota_file_names]
                 quota_us, period_us = " ".join(quota_texts).split()
@@ -228,7 +232,10 @@ def end_with_parent() -> None:
 
 
 def adopt_orphans(adopt: bool = True) -> None:
-    """Make this process the parent of orphaned descendants, so that it can find them."""
+    """Make this process the parent of its orphaned descendants, so that it can list them.
+
+    `adopt=False` restores the default, in which another process adopts them.
+    """
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
@@ -268,10 +275,13 @@ def says_out_of_memory(error_text: str, has_memory_limit: bool = False) -> bool:
 
 
 def interface_to(address: str) -> tuple[str, str]:
-    """Return the network interface on the route to an IPv4 address, and this host's address on the interface.
+    """Return the network interface on the route to an address, and this host's IPv4 address on the interface.
 
-    If the address belongs to this host, return the interface with this address. The launchers' rendezvous
-    does not support IPv6 either.
+    If the address belongs to this host, return the interface with this address. IPv6 is not supported,
+    because the launchers' rendezvous does not support it.
+
+    Args:
+        address: IPv4 address or host name.
 
     Raises:
         ValueError: If this host has no route to the address.
@@ -307,6 +317,7 @@ def interface_problem(env: Mapping[str, str], uses_nccl: bool) -> str | None:
     gloo_value, nccl_value = env.get("GLOO_SOCKET_IFNAME", ""), env.get("NCCL_SOCKET_IFNAME", "")
     if not {*gloo_value.split(",")} <= host_interfaces | {""}:
         return f"GLOO_SOCKET_IFNAME={gloo_value} {mismatch_text}"
+    # NCCL's format is [^][=]name,name
     nccl_patterns = nccl_value.removeprefix("^").removeprefix("=").split(",")
     has_full_names = nccl_value.removeprefix("^").startswith("=")
     if has_full_names:
@@ -327,11 +338,12 @@ def use_interface(interface_name: str) -> dict[str, str]:
 
 
 def host_addresses() -> set[str]:
+    """Return the addresses of all network interfaces on this host."""
     interface_addresses = chain.from_iterable(psutil.net_if_addrs().values())
     return {interface_address.address for interface_address in interface_addresses}
 
 
-def listening_process(port: int) -> str:
+def describe_listener(port: int) -> str:
     """Describe the process that listens on a port, for example as ` by process 12, python x.py`.
 
     The text is empty if the operating system hides the process.

@@ -8,6 +8,7 @@ from typing import TextIO
 
 LINE_INTERVAL_S = 30  # seconds without output after which a plain line is printed
 REDRAW_INTERVAL_S = 0.25  # seconds between updates of the text next to the bar
+# Metrics in the text next to the bar, in this order
 BAR_METRICS = ("train/images_per_s", "train/loss", "val/accuracy", "train/mfu_pct", "train/lr")
 
 
@@ -38,10 +39,12 @@ class Display:
             self.bar.start()
 
     def is_due(self) -> bool:
+        """Return True if the last output is older than the interval between two outputs."""
         interval_s = REDRAW_INTERVAL_S if self.bar else LINE_INTERVAL_S
         return time.monotonic() > self.shown_s + interval_s
 
     def show(self, text: str, finished_work: int) -> None:
+        """Update the bar and the text next to it, or print the text as a line if there is no bar."""
         self.shown_s = time.monotonic()
         if self.bar:
             self.bar.update(self.bar_task, completed=finished_work, description=text)
@@ -78,14 +81,17 @@ class TrainingProgress:
         self.display = Display(total_steps, "starting")
 
     def advance(self, step: int) -> None:
-        """Update the number of finished steps. Call this method after each micro-batch."""
+        """Update the number of finished steps, and the display if it is due.
+
+        Call this method after each micro-batch.
+        """
         self.step = step
         if self.began_s is None:
             self.began_s, self.first_step = time.monotonic(), step
         self.tell(activity="")
 
     def tell(self, activity: str) -> None:
-        """Show an activity of the run, such as an evaluation.
+        """Show an activity of the run, such as an evaluation, if the display is due.
 
         An empty activity means that the run is training.
         """
@@ -107,12 +113,14 @@ class TrainingProgress:
             self.display.print(f"{position_text}  {self._format_metrics(metrics)}")
 
     def stop(self) -> None:
+        """Show the final step next to the bar, and stop the bar."""
         if self.display.bar:
-            self.display.shown_s = -math.inf
+            self.display.shown_s = -math.inf  # makes the display due
             self.tell(activity="")
         self.display.stop()
 
     def _format_metrics(self, metrics: dict[str, float]) -> str:
+        """Join metrics to a text, for example `1,200 images/s  loss 0.5213  val accuracy 0.9100`."""
         speed_template = f"{{:,.0f}} {self.unit}/s"
         template_by_name = {"lr": "lr {:.2e}", "images_per_s": speed_template, "mfu_pct": "MFU {:.1f} %"}
         prefix_by_split = {"train": "", "val": f"{self.val_name} "}
@@ -143,7 +151,7 @@ class ReadingProgress:
 
     def __init__(self, split: str, total_bytes: int, verb: str = "read"):
         self.split, self.total_bytes, self.verb = split, total_bytes, verb
-        self.began_s = time.monotonic()
+        self.began_s = time.monotonic()  # time at which reading began
         self.display = Display(total_bytes, split)
 
     def __enter__(self) -> "ReadingProgress":
@@ -154,9 +162,10 @@ class ReadingProgress:
 
     def tell(self, done_bytes: int) -> None:
         """Show the number of processed bytes that are not image data, such as uploaded bytes."""
-        self._show_if_due(f"{self.split}  {self._format_gib(done_bytes)} {self.verb}", done_bytes)
+        self._show_if_due(f"{self.split}  {self._format_gib_of_total(done_bytes)} {self.verb}", done_bytes)
 
     def show(self, image_count: int, read_bytes: int) -> None:
+        """Show the numbers of images and bytes read so far, and the remaining time, if the display is due."""
         seconds_per_byte = (time.monotonic() - self.began_s) / max(1, read_bytes)
         remaining_time = _format_duration((self.total_bytes - read_bytes) * seconds_per_byte)
         self._show_if_due(
@@ -164,22 +173,25 @@ class ReadingProgress:
         )
 
     def end(self, image_count: int, read_bytes: int) -> None:
+        """Print the final numbers of images and bytes as a line."""
         self.display.print(f"{self._describe_progress(image_count, read_bytes)}  done")
 
-    def _show_if_due(self, progress_text: str, read_bytes: int) -> None:
+    def _show_if_due(self, progress_text: str, done_bytes: int) -> None:
         if self.display.is_due():
-            self.display.show(progress_text, read_bytes)
+            self.display.show(progress_text, done_bytes)
 
     def _describe_progress(self, image_count: int, read_bytes: int) -> str:
-        elapsed_s = max(time.monotonic() - self.began_s, 1e-3)
+        """Describe the numbers of images and bytes read so far, and the mean reading speed."""
+        elapsed_s = max(time.monotonic() - self.began_s, 1e-3)  # avoids a division by zero
         speed_text = f"{image_count / elapsed_s:,.0f} images/s  {read_bytes / elapsed_s / 1e6:,.0f} MB/s"
-        return f"{self.split}  {image_count:,} images  {self._format_gib(read_bytes)}  {speed_text}"
+        return f"{self.split}  {image_count:,} images  {self._format_gib_of_total(read_bytes)}  {speed_text}"
 
-    def _format_gib(self, done_bytes: int) -> str:
+    def _format_gib_of_total(self, done_bytes: int) -> str:
         return f"{done_bytes / 2**30:,.2f} of {self.total_bytes / 2**30:,.2f} GiB"
 
 
 def _format_duration(duration_s: float) -> str:
+    """Format a duration in seconds as minutes:seconds or hours:minutes:seconds."""
     minutes, seconds = divmod(round(duration_s), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

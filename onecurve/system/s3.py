@@ -34,7 +34,7 @@ READ_TIMEOUT_S = 15  # timeout in seconds without data from the store
 PROBE_MAX_S = 20  # timeout of probe() in seconds
 PART_BYTES = 16 * 2**20  # part size of a multipart transfer; smaller files are uploaded in one request
 FIRST_PART_BYTES = 2**18  # size of the first part of a stream, because readers often need only the beginning
-MAX_STREAMS = 4  # number of connections for one upload or download
+MAX_STREAMS = 4  # maximum number of connections for one upload or download
 MAX_KEY_LENGTH = 1024  # maximum number of characters in a key
 MAX_SMALL_BYTES = 2**20  # maximum size of an object that read() returns by default
 UPLOAD_ATTEMPTS = 3  # one attempt, and one each after a lost response and a required checksum
@@ -107,6 +107,7 @@ class ObjectStore:
         run_with_heartbeat(self._probe, check_deadline)
 
     def _probe(self) -> None:
+        """Test the store with a small object under a random key, and delete the object."""
         probe_key, probe_content = f".probe-{secrets.token_hex(8)}/object", secrets.token_bytes(16)
         self.write(probe_key, probe_content)
         try:
@@ -116,8 +117,8 @@ class ObjectStore:
                     f"{self.url}: the store returned different content than was written."
                     " Use a different store"
                 )
-            if self.create(probe_key, b"must not replace it"):
-                self._warn_not_conditional()
+            if self.create(probe_key, b"must not replace it"):  # True if the existing object was replaced
+                self._disable_conditional_writes()
         finally:
             self.delete([probe_key])
 
@@ -171,7 +172,7 @@ class ObjectStore:
             return False
         log.info(CHECKSUMS_SENT)
         self._sends_checksums = True
-        self._client_by_pid.clear()
+        self._client_by_pid.clear()  # the next request creates a client that sends checksums
         return True
 
     def create(self, key: str, content: bytes) -> bool:
@@ -198,7 +199,7 @@ class ObjectStore:
                     is_bad_request = http_status == HTTPStatus.BAD_REQUEST
                     is_refused = is_bad_request and error_code in ("InvalidArgument", "InvalidRequest")
                     if is_refused or http_status == HTTPStatus.NOT_IMPLEMENTED:
-                        self._warn_not_conditional()
+                        self._disable_conditional_writes()
                         break
                     if http_status != HTTPStatus.CONFLICT:  # a concurrent write, which may still fail
                         raise
@@ -207,7 +208,8 @@ class ObjectStore:
         self.write(key, content)
         return True
 
-    def _warn_not_conditional(self) -> None:
+    def _disable_conditional_writes(self) -> None:
+        """Stop using conditional writes on this store, and log a warning once."""
         if self._supports_conditional_writes:
             log.warning(NO_CONDITIONAL_WRITES)
         self._supports_conditional_writes = False
@@ -233,8 +235,8 @@ class ObjectStore:
                 s3_client = self._client()
                 try:
                     with create_transfer_manager(s3_client, transfer_config) as transfer_manager:
-                        bucket, full_key = self._bucket_and_key(key).values()
-                        transfer_manager.upload(str(path), bucket, full_key).result()
+                        address = self._bucket_and_key(key)
+                        transfer_manager.upload(str(path), address["Bucket"], address["Key"]).result()
                     return
                 except s3_client.exceptions.ClientError as error:
                     # After NoSuchUpload, the stored object may be this file or an older version of it.
@@ -259,6 +261,7 @@ class ObjectStore:
         """
 
         def write_parts() -> None:
+            """Check the size of the object, and write its content to target_file."""
             stored_bytes, etag = self.size_and_etag(key) or (None, None)
             if stored_bytes != object_bytes:
                 size_fault = "does not exist" if stored_bytes is None else f"has {stored_bytes:,} bytes"
@@ -299,6 +302,7 @@ class ObjectStore:
         while part_start < object_bytes:
             part_end = min(part_start + part_bytes, object_bytes)
             part_futures.append(start_daemon(partial(self._read_part, key, part_start, part_end, etag)))
+            # Yield the first part before requesting more, because readers often need only the beginning.
             if part_start == start or len(part_futures) == MAX_STREAMS:
                 yield part_futures.popleft().result()
             part_start, part_bytes = part_end, PART_BYTES  # all parts after the first
@@ -306,13 +310,23 @@ class ObjectStore:
             yield part_futures.popleft().result()
 
     def _read_part(self, object_key: str, part_start: int, part_end: int, etag: str | None) -> bytes:
+        """Return an object's bytes from part_start to part_end, without the byte at part_end.
+
+        The request fails if the object was replaced by one with a different ETag.
+        """
         etag_condition = {"IfMatch": etag} if etag else {}
         byte_range = f"bytes={part_start}-{part_end - 1}"  # HTTP ranges include the last byte
         with self._explained_errors(f"reading {object_key}"):
             return self._read_body(object_key, part_end - part_start, Range=byte_range, **etag_condition)
 
     def _read_body(self, object_key: str, max_bytes: int, **get_request: str) -> bytes:
-        """Read an object or a byte range. Make up to MAX_ATTEMPTS requests if connections break."""
+        """Read an object or a byte range. Make up to MAX_ATTEMPTS requests if connections break.
+
+        Args:
+            object_key: Key of the object.
+            max_bytes: Largest size in bytes of the expected content.
+            get_request: Further arguments of boto3's get_object(), such as the byte range.
+        """
         for attempt in range(MAX_ATTEMPTS):
             time.sleep(BACKOFF_S * attempt)
             get_response = self._client().get_object(**self._bucket_and_key(object_key), **get_request)
@@ -352,7 +366,11 @@ class ObjectStore:
         return {"Bucket": self._bucket, "Key": self._key_prefix + object_key}
 
     def _client(self) -> "BaseClient":
-        """Return this process's client. If two threads each create a client, only one is kept."""
+        """Return this process's client, which the first request creates.
+
+        A new client also updates the endpoint and the secrets that error messages use. If two threads each
+        create a client, only one client is kept.
+        """
         s3_client = self._client_by_pid.get(os.getpid())
         if s3_client is None:
             s3_client, self._secrets = _connect(self._sends_checksums)
@@ -362,7 +380,10 @@ class ObjectStore:
 
     @contextmanager
     def _explained_errors(self, operation: str, allows_absent: bool = False) -> Iterator[None]:
-        """Convert boto3's errors in the context to StoreErrors with explanations."""
+        """Convert boto3's errors in the context to StoreErrors with explanations.
+
+        With `allows_absent`, the context ends without an error if the object does not exist.
+        """
         from botocore.exceptions import BotoCoreError, ClientError
         from urllib3.exceptions import HTTPError
 
@@ -386,7 +407,7 @@ def _is_valid_key(object_key: str) -> bool:
 
 
 def _connect(sends_checksums: bool) -> tuple["BaseClient", tuple[str, ...]]:
-    """Return a client and its credentials.
+    """Create an S3 client, and return it with its credentials, which error messages must not show.
 
     The client uses a new session, so that processes do not share connections. boto3's environment variables
     override the defaults in this function.
@@ -445,6 +466,7 @@ def _explain_error(request_error: Exception, endpoint: str, credentials: Iterabl
     if isinstance(request_error, boto_errors.ClientError):
         error_code, http_status, error_message = _parse_error_response(request_error)
         remedy_by_codes = yaml.safe_load(Path(__file__).with_name("s3_remedies.yaml").read_text())
+        # Each key of s3_remedies.yaml contains error codes separated by spaces.
         remedies = [remedy for codes, remedy in remedy_by_codes.items() if error_code in codes.split()]
         if not remedies and http_status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             remedies = [f"the store failed or was busy in all {MAX_ATTEMPTS} attempts. Try again later"]

@@ -56,7 +56,8 @@ def safe_message(message: object) -> str:
     Each word, and each component of a path, is shortened to MAX_QUOTE_LENGTH characters.
     """
     escaped_message = printable_lines(shortened(str(message), MAX_MESSAGE_LENGTH))
-    long_word = rf"[^\s/]{{{MAX_QUOTE_LENGTH + 10},}}"  # does not match words that are already shortened
+    # The additional 10 characters keep the pattern from matching shortened words, which end in `...`.
+    long_word = rf"[^\s/]{{{MAX_QUOTE_LENGTH + 10},}}"
     return re.sub(long_word, lambda word_match: shortened(word_match[0]), escaped_message)
 
 
@@ -68,7 +69,13 @@ def shortened(text: str, length: int = MAX_QUOTE_LENGTH) -> str:
 
 
 def redacted(server_text: str, secrets: Iterable[str] = (), length: int = 200) -> str:
-    """Return the beginning of a server's text as one line, without known secrets and likely credentials."""
+    """Return the beginning of a server's text as one line, without known secrets and likely credentials.
+
+    Args:
+        server_text: Untrusted text from a server, such as an error message.
+        secrets: Known secrets to remove, in plain and in URL-encoded form.
+        length: Maximum number of characters in the result.
+    """
     visible_text = "".join(character if character.isprintable() else " " for character in server_text)
     text = " ".join(visible_text.split())
     if len(text) > MAX_REDACTED_LENGTH:  # cut between words, because half of a secret would not be recognized
@@ -120,7 +127,7 @@ def did_you_mean(word: str, known_words: Iterable[str]) -> str:
     The suggestion contains the known words that start with `word` if there are one to three such words.
     Otherwise, the suggestion is the most similar known word, if any known word is similar.
     """
-    known_words = list(known_words)
+    known_words = list(known_words)  # an iterator could be read only once
     suggestions = [known_word for known_word in known_words if known_word.startswith(word)]
     if len(suggestions) not in (1, 2, 3):
         suggestions = difflib.get_close_matches(word, known_words, n=1, cutoff=0.8)
@@ -128,6 +135,7 @@ def did_you_mean(word: str, known_words: Iterable[str]) -> str:
 
 
 def _escaped(unsafe_character: re.Match[str]) -> str:
+    r"""Return the escape of one unsafe character, for example `\x1b` or `\u200e`."""
     code_point = ord(unsafe_character[0])
     if 0xDC80 <= code_point <= 0xDCFF:  # surrogate by which os.fsdecode represents an invalid byte
         code_point -= 0xDC00

@@ -66,13 +66,15 @@ def test_a_process_ends_with_its_parent():
 )
 def test_the_launcher_and_flags_of_a_parent_process(command, launchers, nodes):
     parent = processes.Ancestor(psutil.Process(), command.split(" "))
-    assert (parent.launcher(within=2), parent.launcher()) == launchers
-    assert parent.flag("nnodes") == nodes
+    assert (parent.launcher_name(within=2), parent.launcher_name()) == launchers
+    assert parent.flag_value("nnodes") == nodes
 
 
 def test_the_launcher_above_and_its_config_file(tmp_path):
     """Check that a config file's path is relative to the launcher's folder and other programs are ignored."""
-    code = "from onecurve.system.processes import *; print(accelerate_config(), ancestors()[0].launcher())"
+    code = (
+        "from onecurve.system.processes import *; print(accelerate_config(), ancestors()[0].launcher_name())"
+    )
     start = f"import subprocess; subprocess.run([{sys.executable!r}, '-c', {code!r}], cwd={str(ROOT)!r})"
     (tmp_path / "a b.yaml").write_text("use_cpu: true")
     for name, expected in (("accelerate", "{'use_cpu': True} accelerate"), ("other", "{}")):

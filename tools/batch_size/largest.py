@@ -56,19 +56,23 @@ def next_batch_size(
         return None
     half_size_difference = max(1, (smallest_failed_size - largest_fitting_size) // (2 * quantum)) * quantum
     midpoint_size = largest_fitting_size + half_size_difference
-    if len(gib_by_size) < 2:
+    if len(gib_by_size) < 2:  # too few measurements for both a and b
         proportional_size = _proportional_size(gib_by_size, limit_gib, quantum)
         is_size_untried = largest_fitting_size < proportional_size < smallest_failed_size
         return proportional_size if is_size_untried else midpoint_size
     predicted_size = _predicted_size(gib_by_size, limit_gib, quantum)
     if predicted_size < smallest_failed_size:
         return predicted_size
-    size_decrease = quantum * 2 ** (len(failed_sizes) - 1)
+    size_decrease = quantum * 2 ** (len(failed_sizes) - 1)  # doubles with each failure
     return max(midpoint_size, smallest_failed_size - size_decrease)
 
 
 def _predicted_size(gib_by_size: dict[int, float], limit_gib: float, quantum: int) -> int:
-    """Predict the largest batch size that fits in memory, based on smaller sizes that ran successfully."""
+    """Predict the largest batch size that fits in memory, based on smaller sizes that ran successfully.
+
+    The prediction uses a line through the smallest and the largest of these sizes. With only one size, return
+    at least four times this size, and without any, FIRST_BATCH_SIZE.
+    """
     if not gib_by_size:
         return max(1, FIRST_BATCH_SIZE // quantum) * quantum
     smallest_fitting_size, largest_fitting_size = min(gib_by_size), max(gib_by_size)
@@ -77,7 +81,7 @@ def _predicted_size(gib_by_size: dict[int, float], limit_gib: float, quantum: in
     image_difference = largest_fitting_size - smallest_fitting_size
     gib_difference = gib_by_size[largest_fitting_size] - gib_by_size[smallest_fitting_size]
     gib_per_image = gib_difference / image_difference
-    if gib_per_image <= 0:
+    if gib_per_image <= 0:  # the memory of the images does not show in the measurements
         return 4 * largest_fitting_size
     free_gib = limit_gib - gib_by_size[largest_fitting_size]
     more_image_count = free_gib / gib_per_image + 1e-6  # 1e-6 compensates rounding errors
@@ -120,6 +124,11 @@ def launch_limited(command: list[str], limit_gib: float | None, timeout_s: float
     """Run a command whose processes may each use limit_gib of data, and then kill all remaining processes.
 
     Without a limit, for example on GPUs, this function does not sample process memory.
+
+    Args:
+        command: Command line of a launcher.
+        limit_gib: Limit of each process's data size in GiB (RLIMIT_DATA), or None.
+        timeout_s: Time in seconds after which the launcher is killed.
     """
     earlier_pids = {process.pid for process in psutil.Process().children(recursive=True)}
     trial_start_s, oom_kills_before = time.monotonic(), _count_oom_kills()
@@ -133,7 +142,7 @@ def launch_limited(command: list[str], limit_gib: float | None, timeout_s: float
                     stdin=subprocess.DEVNULL,
                     stdout=output_file,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,
+                    start_new_session=True,  # Ctrl-C interrupts only this process, which kills the trial
                     preexec_fn=partial(_limit_process, limit_gib),
                 )
             if limit_gib is None:
@@ -149,6 +158,7 @@ def launch_limited(command: list[str], limit_gib: float | None, timeout_s: float
             adopt_orphans(False)  # stop adopting orphans
         output_file.seek(0)
         output_text = output_file.read()
+    # torchrun prints the name of the signal that killed a process.
     was_oom_killed = "SIGKILL" in output_text and _count_oom_kills() > oom_kills_before
     # The launcher does not compute, so a segmentation fault means that a library in the launcher ran out of
     # memory.
@@ -169,6 +179,7 @@ def _delayed_signals() -> Iterator[None]:
     """
     received_signals: list[int] = []
     all_handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    # SIG_DFL and SIG_IGN are not callable, and do not raise exceptions.
     handler_by_signal = {number: handler for number, handler in all_handlers.items() if callable(handler)}
     for signal_number in handler_by_signal:
         signal.signal(signal_number, lambda number, _frame: received_signals.append(number))
@@ -182,7 +193,10 @@ def _delayed_signals() -> Iterator[None]:
 
 
 def _limit_process(limit_gib: float | None) -> None:
-    """Limit the memory of the launcher and of all processes it starts."""
+    """Limit the memory of this process and of each process it starts, and end this process with its parent.
+
+    Popen calls this function in the new process, before the launcher's program starts.
+    """
     end_with_parent()
     if limit_gib is not None:
         limit_bytes = int(limit_gib * 2**30)
@@ -190,9 +204,9 @@ def _limit_process(limit_gib: float | None) -> None:
 
 
 def _sample_largest_data_gib(earlier_pids: set[int]) -> float:
-    """Sample the descendants that are not in `earlier_pids` for LISTING_INTERVAL_S.
+    """Return the largest data size in GiB of any of this trial's processes, sampled for LISTING_INTERVAL_S.
 
-    Return the largest data size in GiB.
+    `earlier_pids` contains the PIDs of descendants that do not belong to the trial.
     """
     descendants = psutil.Process().children(recursive=True)
     trial_pids = {process.pid for process in descendants} - earlier_pids
@@ -209,6 +223,6 @@ def _sample_largest_data_gib(earlier_pids: set[int]) -> float:
 
 
 def _count_oom_kills() -> int:
-    """Return the number of processes that this machine's kernel has OOM-killed."""
+    """Return the number of processes that this machine's kernel has OOM-killed since boot."""
     oom_kill_match = re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE)
     return int(oom_kill_match[1]) if oom_kill_match else 0

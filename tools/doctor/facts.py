@@ -29,7 +29,7 @@ from typing import Any
 from onecurve.system.files import sha256_of
 from onecurve.system.gpus import list_gpus, torch_cuda, visible_devices
 from onecurve.system.paths import ROOT
-from onecurve.system.processes import interface_problem, interface_to, listening_process, use_interface
+from onecurve.system.processes import describe_listener, interface_problem, interface_to, use_interface
 from tools.launch.hosts import connection_addresses, event_line, read_requests
 
 COMPARED_PACKAGES = ("torch", "accelerate", "deepspeed", "timm", "numpy", "safetensors")
@@ -87,7 +87,7 @@ def listen_on_port(port: int) -> dict[str, Any]:
     try:
         _listening_sockets.append(socket.create_server(("", port)))
     except OSError as bind_error:
-        taken_reason = f"{os.strerror(bind_error.errno or 0)}{listening_process(port)}"
+        taken_reason = f"{os.strerror(bind_error.errno or 0)}{describe_listener(port)}"
     return {"taken": taken_reason, "free_port": free_port}
 
 

@@ -42,18 +42,22 @@ _stdout_lock = threading.Lock()  # held by the thread that writes a line to laun
 
 
 def main() -> None:
+    """Wait for the `start` request from launch.py, run the job on this host, and exit with the job's status.
+
+    Exit without running a job on any other request or signal, or without heartbeats for SILENCE_TIMEOUT_S.
+    """
     processes.adopt_orphans()
     request_queue: RequestQueue = queue.SimpleQueue()
     for signal_number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(signal_number, lambda *_: request_queue.put(("signal", {})))
     threading.Thread(target=_receive_requests, args=(request_queue,), daemon=True).start()
-    threading.Thread(target=_send_heartbeats, daemon=True).start()
+    threading.Thread(target=_send_hello_and_heartbeats, daemon=True).start()
     request_name = "beat"
     while request_name == "beat":
         try:
             request_name, arguments = request_queue.get(timeout=SILENCE_TIMEOUT_S)
         except queue.Empty:
-            return
+            return  # launch.py is silent
     if request_name != "start":
         sys.exit(request_name == "signal")  # status 1 if a signal makes the host leave before the job starts
     with tempfile.TemporaryDirectory(prefix="launch-", ignore_cleanup_errors=True) as events_folder:
@@ -84,17 +88,21 @@ def _run_job(start_request: dict[str, Any], event_reader: EventReader, request_q
     reported_statuses: set[int] = set()  # exit statuses that the processes report
     send_new_events = partial(_send_new_events, event_reader, reported_statuses)
     launcher_status = _wait_for_job_end(job_launcher, request_queue, send_new_events, is_job_elastic)
-    forwarding_thread.join(timeout=5)
+    forwarding_thread.join(timeout=5)  # the thread forwards the last lines
     send_new_events()
     # Launchers replace most exit statuses of their processes with 1.
-    if launcher_status != 0 and PREEMPTED_STATUS in reported_statuses <= {0, PREEMPTED_STATUS}:
+    was_preempted = PREEMPTED_STATUS in reported_statuses and reported_statuses <= {0, PREEMPTED_STATUS}
+    if launcher_status != 0 and was_preempted:
         return PREEMPTED_STATUS
-    was_launcher_killed = launcher_status < 0
+    was_launcher_killed = launcher_status < 0  # Popen reports signal N as -N, and shells report it as 128 + N
     return 128 - launcher_status if was_launcher_killed else launcher_status
 
 
 def _send_new_events(event_reader: EventReader, reported_statuses: set[int]) -> None:
-    """Send new events to launch.py, and add the processes' reported exit statuses to the set."""
+    """Send the processes' new events to launch.py, except for `exit` events.
+
+    Add the exit statuses in `exit` events to `reported_statuses`.
+    """
     for reported_event in event_reader.read_new_events():
         if reported_event["event"] == "exit":
             reported_statuses.add(reported_event["status"])
@@ -103,13 +111,14 @@ def _send_new_events(event_reader: EventReader, reported_statuses: set[int]) -> 
 
 
 def _receive_requests(request_queue: RequestQueue) -> None:
+    """Put requests from launch.py into the queue, and a `stop` request after the connection has ended."""
     for request_and_arguments in read_requests():
         request_queue.put(request_and_arguments)
     request_queue.put(("stop", {}))  # launch.py has closed the connection
 
 
-def _send_heartbeats() -> None:
-    """Send an event that describes this host, and then send heartbeats forever."""
+def _send_hello_and_heartbeats() -> None:
+    """Send launch.py a `hello` event that describes this host, and then send heartbeats forever."""
     host_has_gpus = any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
     hostname = socket.gethostname()
     _send_line(event_line("hello", hostname=hostname, has_gpus=host_has_gpus, **connection_addresses()))
@@ -119,7 +128,15 @@ def _send_heartbeats() -> None:
 
 
 def _start_job_launcher(start_request: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """Start the launcher on this host, usually `accelerate launch`."""
+    """Start the job's launcher on this host, usually `accelerate launch`.
+
+    In an elastic job, first kill all processes from the job's previous round. In a job on several hosts, make
+    gloo and NCCL use the network interface on the route to the first host.
+
+    Raises:
+        ValueError: If this host can't reach the first host, or if a port on this host is in use.
+        OSError: If the launcher can't be started.
+    """
     if start_request["job"]:
         _kill_previous_round(start_request["job"])
     executable_search_path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -164,11 +181,12 @@ def _forward_output(launcher_output: IO[bytes]) -> None:
 
 
 def _check_port_is_free(port: int) -> None:
+    """Bind a port on this host for a moment. Raise ValueError if another process uses the port."""
     try:
-        socket.create_server(("", port)).close()  # raises OSError if another process uses the port
-    except OSError as socket_error:
-        bind_error = f"{os.strerror(socket_error.errno or 0)}{processes.listening_process(port)}"
-        raise ValueError(f"port {port} can't be used: {bind_error}. Pass a different --port.") from None
+        socket.create_server(("", port)).close()
+    except OSError as bind_error:
+        port_problem = f"{os.strerror(bind_error.errno or 0)}{processes.describe_listener(port)}"
+        raise ValueError(f"port {port} can't be used: {port_problem}. Pass a different --port.") from None
 
 
 def _wait_for_job_end(
@@ -177,9 +195,16 @@ def _wait_for_job_end(
     send_new_events: Callable[[], None],
     is_job_elastic: bool,
 ) -> int:
-    """Wait until the child process and all of its descendants have ended, and return the child's exit status.
+    """Wait until the job's launcher and all of its descendants have ended, and return its exit status.
 
-    This function calls poll() several times per second.
+    On a `stop` request, a signal, or silence of launch.py, send SIGTERM to the launcher. Kill all processes
+    KILL_DELAY_S later, or at once on a `kill` request and when launch.py is silent in an elastic job.
+
+    Args:
+        job_launcher: Process of the job's launcher.
+        request_queue: Queue of requests and signals.
+        send_new_events: Function that forwards the processes' events; called several times per second.
+        is_job_elastic: True if the job is elastic.
     """
     silence_timeout_s = FENCE_TIMEOUT_S if is_job_elastic else SILENCE_TIMEOUT_S
     is_job_stopping = False
@@ -194,14 +219,15 @@ def _wait_for_job_end(
             if request_name == "signal":
                 _send_line(event_line("leaving", why="the agent received a signal"))
             if request_name == "kill":
-                kill_job_at_s = 0.0
+                kill_job_at_s = 0.0  # at once
         now_s = time.monotonic()
         if not is_job_stopping and now_s - last_request_s > silence_timeout_s:
             is_job_stopping = True
             kill_job_at_s = 0.0 if is_job_elastic else None
             _send_line(f"stopping: launch.py sent no heartbeat for {silence_timeout_s} s")
-        if kill_job_at_s is None and (is_job_stopping or job_launcher.returncode is not None):
-            _send_suspended_processes()
+        has_launcher_ended = job_launcher.returncode is not None
+        if kill_job_at_s is None and (is_job_stopping or has_launcher_ended):
+            _report_suspended_processes()
             job_launcher.send_signal(signal.SIGTERM)
             kill_job_at_s = now_s + KILL_DELAY_S
         if kill_job_at_s is not None and now_s > kill_job_at_s:
@@ -210,8 +236,8 @@ def _wait_for_job_end(
     return job_launcher.returncode
 
 
-def _send_suspended_processes() -> None:
-    """Report suspended processes, which made the other hosts wait and fail, before the agent kills them."""
+def _report_suspended_processes() -> None:
+    """Report suspended processes to launch.py, because they made the other hosts wait and fail."""
     for job_process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if job_process.status() == psutil.STATUS_STOPPED:
@@ -221,10 +247,12 @@ def _send_suspended_processes() -> None:
 
 
 def _send_line(line_text: str) -> None:
+    """Send a line of output or an event to launch.py, which reads this process's stdout."""
     _write_to_stdout(f"{line_text}\n".encode())
 
 
 def _write_to_stdout(line_bytes: bytes) -> None:
+    """Write a whole line to stdout, which several threads use. Ignore errors if launch.py has ended."""
     with _stdout_lock, contextlib.suppress(OSError):
         os.write(sys.stdout.fileno(), line_bytes)
 

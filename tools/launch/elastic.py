@@ -131,9 +131,10 @@ class ElasticJob(Launcher):
     # --- Hosts
 
     def _gather_round(self) -> list[HostConnection] | None:
-        """Connect to hosts and return the next round's hosts.
+        """Wait until a round is possible, and return connections to the round's hosts.
 
-        Return None after a signal or with too few hosts.
+        This method connects to all hosts, and waits a limited time for more than the necessary hosts. It
+        returns None after a signal, or after TOO_FEW_HOSTS_TIMEOUT_S with too few hosts.
         """
         gathering_start_s = time.monotonic()
         max_wait_s = MORE_HOSTS_WAIT_S if self.began_event else CONNECT_TIMEOUT_S
@@ -154,13 +155,17 @@ class ElasticJob(Launcher):
         return None
 
     def _connect_to_missing_hosts(self) -> None:
-        """Connect to all hosts without an agent. Retry hosts that did not respond every CONNECT_RETRY_S."""
+        """Start agents on all hosts without an agent.
+
+        Every CONNECT_RETRY_S, reread the list of hosts and retry the hosts that did not respond.
+        """
         now_s = time.monotonic()
         if may_reconnect := now_s > self.next_connect_at:
             self.next_connect_at = now_s + CONNECT_RETRY_S
             self._update_hosts()
         for host in self.hosts:
             connection = self._find_connection(host.name)
+            # A member's connection is kept after its end, because _judge_round() needs the exit status.
             if connection and (connection.exit_status is None or connection in self.members):
                 continue
             # Also connect to hosts that are leaving, because a different machine may soon respond under the
@@ -171,6 +176,7 @@ class ElasticJob(Launcher):
                 self.connect(host)
 
     def _update_hosts(self) -> None:
+        """Reread the list of hosts, or keep the previous list if the hostfile contains a mistake."""
         try:
             new_hosts = self.read_hosts()
             if new_hosts != self.hosts:
@@ -192,8 +198,11 @@ class ElasticJob(Launcher):
             round_max_hosts = min(self.max_hosts or len(new_hosts), len(new_hosts))
             self.run_max_hosts = max(self.run_max_hosts, round_max_hosts)
 
-    def _find_connection(self, name: str) -> HostConnection | None:
-        return next((connection for connection in self.connections if connection.host.name == name), None)
+    def _find_connection(self, host_name: str) -> HostConnection | None:
+        host_connections = (
+            connection for connection in self.connections if connection.host.name == host_name
+        )
+        return next(host_connections, None)
 
     def _is_excluded(self, host: Host) -> bool:
         return time.monotonic() < self.excluded_until.get(host.name, 0)
@@ -221,12 +230,17 @@ class ElasticJob(Launcher):
         return bool(self.began_event) and not (self.began_event["in_s3"] or self.began_event["is_shared"])
 
     def _can_divide_batch(self, host_count: int) -> bool:
+        """Return True if host_count hosts can share a step's micro-batches evenly."""
         if not self.batch_event:
             return True  # the batch size is not known yet
-        process_count = host_count * len(self.hosts[0].devices)
+        process_count = host_count * len(self.hosts[0].devices)  # all hosts run equally many processes
         return self.batch_event["batch_size"] % (self.batch_event["per_device"] * process_count) == 0
 
     def _give_up_lost_hosts(self) -> None:
+        """Give up hosts without a heartbeat for HOST_LOST_S, and kill a round that has lost a host.
+
+        The other hosts' processes are killed KILL_DELAY_S after the loss.
+        """
         now_s = time.monotonic()
         for connection in self.connections:
             if connection.is_connected and now_s - connection.last_line_at > HOST_LOST_S:
@@ -236,7 +250,10 @@ class ElasticJob(Launcher):
             self.request_all("kill", self.members)
 
     def _stop_round_for_more_hosts(self) -> None:
-        """Stop the round once all hosts have saved a checkpoint, if a larger round is possible."""
+        """Stop this round if a larger round has been possible for MORE_HOSTS_WAIT_S.
+
+        All hosts save a checkpoint before they stop. If no larger round is possible, print why hosts wait.
+        """
         can_stop_round = self.is_training and not self.stop_reason and not self.is_finished
         ready_connections = self._ready_connections() if can_stop_round else []
         chosen_members = self._choose_members(ready_connections)
@@ -251,12 +268,12 @@ class ElasticJob(Launcher):
             self._stop_round(f"{', '.join(joining_names)} {join_verb}")
 
     def _names_of_new_hosts(self, connections: list[HostConnection]) -> list[str]:
-        """Return the names of the hosts that do not take part in this round."""
+        """Return the names of the connected hosts that do not take part in this round."""
         return [connection.host.name for connection in connections if connection not in self.members]
 
     def _report_waiting_hosts(self, waiting_names: list[str]) -> None:
         """Print, once per reason, why available hosts can't take part in a round."""
-        waiting_reason = f"--max_hosts {self.max_hosts}"
+        waiting_reason = f"--max_hosts {self.max_hosts}"  # the reason if the round already has max_hosts
         if waiting_names and len(self.members) != self.max_hosts:
             round_hosts_text = plural(len(self.members) + len(waiting_names), "host")
             host_processes_text = plural(len(self.hosts[0].devices), "process")
@@ -272,8 +289,10 @@ class ElasticJob(Launcher):
     # --- Rounds
 
     def _start_round(self, chosen_members: list[HostConnection]) -> None:
+        """Reset the state of the previous round, and start the job's processes on the chosen hosts."""
         self.members = chosen_members
-        self.stop_reason, self.leaving_reasons, self.is_training = "", {}, False
+        self.stop_reason, self.is_training = "", False
+        self.leaving_reasons = {}
         self.stop_requested_at = self.member_lost_at = self.larger_round_since = None
         round_plan = self.plan_for([member.host for member in chosen_members])
         member_names = ", ".join(member.host.name for member in chosen_members)
@@ -282,18 +301,21 @@ class ElasticJob(Launcher):
         round_number = next(self.round_numbers)
         round_env = {MOST_HOSTS_VARIABLE: str(self.run_max_hosts), ROUND_VARIABLE: str(round_number)}
         if self.began_event:
+            # Keep the micro-batch size of the previous rounds.
             round_env[PER_DEVICE_VARIABLE] = str(self.batch_event["per_device"])
         elif cpu_hint := round_plan.cpu_hint(chosen_members):
             self.log(cpu_hint)
         round_plan.start(chosen_members, self.job_id, **round_env)
 
     def _stop_round(self, stop_reason: str) -> None:
+        """Request all hosts of this round to save a checkpoint and stop. Keep an earlier reason and time."""
         self.stop_reason = self.stop_reason or stop_reason
         self.stop_requested_at = self.stop_requested_at or time.monotonic()
         self.hosts_changed_at = self.hosts_changed_at or time.monotonic()
         self.request_all("stop", self.members)
 
     def on_event(self, connection: HostConnection, event: dict[str, Any]) -> None:
+        """Handle an event, and update the state of this round if the event's host takes part in it."""
         super().on_event(connection, event)
         host_name, event_name = connection.host.name, event["event"]
         if event_name == "hello" and self.unreachable_reasons.pop(host_name, None):
@@ -312,12 +334,13 @@ class ElasticJob(Launcher):
             self.leaving_reasons.setdefault(host_name, event["why"])
 
     def _on_training_began(self, event: dict[str, Any]) -> None:
+        """Handle a `began` event, which contains the step at which this round starts or continues."""
         first_host_name = self.members[0].host.name
         if not self.began_event and not (event["in_s3"] or event["is_shared"]):
             s3_remedy = "To avoid this dependency, pass --s3 or a shared --model_folder"
             disk_reason = "only this host's disk stores the checkpoints"
             self.log(f"the job can't continue without {first_host_name}, because {disk_reason}. {s3_remedy}")
-        if event["step"] > self.began_event.get("step", -1):
+        if event["step"] > self.began_event.get("step", -1):  # continues from a newer checkpoint
             self.fruitless_rounds = 0
         if self.began_event:
             repeated_steps = max(0, self.latest_step - event["step"])
@@ -326,6 +349,7 @@ class ElasticJob(Launcher):
         self.is_training = True
 
     def _on_step(self, reached_step: int) -> None:
+        """Handle a `step` event. After its first step, a round's hosts are no longer considered new."""
         if self.hosts_changed_at and not self.stop_reason and reached_step > self.began_event["step"]:
             recovery_s = time.monotonic() - self.hosts_changed_at
             self.log(f"reached step {reached_step:,} {recovery_s:.0f} s after the change of hosts")
@@ -337,8 +361,9 @@ class ElasticJob(Launcher):
         self.latest_step = max(self.latest_step, reached_step)
 
     def on_agent_end(self, connection: HostConnection, exit_status: int) -> None:
+        """Record an agent's end, and stop the round if one of its hosts has failed or is lost."""
         if connection.exit_status is not None:
-            return
+            return  # already recorded
         connection.exit_status = exit_status
         host_name = connection.host.name
         if connection.hello_event is None or exit_status == SSH_FAILURE_STATUS:
@@ -352,11 +377,12 @@ class ElasticJob(Launcher):
             return
         if exit_status == SSH_FAILURE_STATUS:
             self.member_lost_at = self.member_lost_at or time.monotonic()
-            if connection is self.members[0]:
+            if connection is self.members[0]:  # the host that writes the checkpoints
                 self.fenced_until = time.monotonic() + FENCED_DELAY_S
         self._stop_round("the processes on a host have ended")
 
     def on_output_line(self, connection: HostConnection, output_line: str) -> None:
+        """Record and print a line of a host's output. Print ssh's errors for a host only once."""
         if connection.hello_event is None and connection.host.name in self.unreachable_reasons:
             # An earlier attempt to connect has printed the same line.
             connection.record_line(output_line)
@@ -370,11 +396,18 @@ class ElasticJob(Launcher):
     # --- End of a round
 
     def _judge_round(self) -> int | None:
-        """Return the job's exit status after a round, or None if the job continues with a new round."""
+        """Print why a round ended, and decide whether the job continues.
+
+        This method also excludes faulty hosts, and for a time the hosts that left the job, from new rounds.
+
+        Returns:
+            The job's exit status, or None if the job continues with a new round.
+        """
         statuses = [member.exit_status for member in self.members]
         if self.is_finished or not any(statuses):  # a launcher may be stopped after training has finished
             return 0
         if self.received_signals:
+            # 128 + N is the status that shells report after signal N.
             return self.end_preempted() if PREEMPTED_STATUS in statuses else 128 + self.received_signals[0]
         lost_names = [member.host.name for member in self.members if member.exit_status == SSH_FAILURE_STATUS]
         has_job_saved = PREEMPTED_STATUS in statuses and set(statuses) <= {0, PREEMPTED_STATUS}
@@ -417,7 +450,7 @@ class ElasticJob(Launcher):
         failure_doubt, failure_reason = failure_cause(first_failed)
         trained_names = self.trained_host_names
         suspect_members = [member for member in self.members if member.host.name not in trained_names]
-        if not suspect_members and not self.is_training and failure_doubt <= 1:
+        if not suspect_members and not self.is_training and failure_doubt <= 1:  # certainly the cause
             suspect_members = [first_failed]
         # All hosts report a disagreement between hosts, and the message names the host that differs.
         if named_members := [member for member in suspect_members if _names_host(failure_reason, member)]:
@@ -437,11 +470,11 @@ class ElasticJob(Launcher):
         return True
 
     def _find_first_failed(self) -> HostConnection | None:
-        """Return the host whose failure explains all other failures.
+        """Return the host whose failure explains all other failures, or None if no host has failed.
 
         Prefer a new host if there are several.
         """
-        stopped_statuses = (0, PREEMPTED_STATUS)
+        stopped_statuses = (0, PREEMPTED_STATUS)  # finished, or saved a checkpoint after a request to stop
         failed_members = [member for member in self.members if member.exit_status not in stopped_statuses]
 
         def doubt_and_has_trained(member: HostConnection) -> tuple[int, bool]:
@@ -450,12 +483,17 @@ class ElasticJob(Launcher):
         return min(failed_members, key=doubt_and_has_trained, default=None)
 
     def _failure_message(self) -> str:
+        """Return the name, the failure and the log file of the host that made the round fail."""
         if (first_failed := self._find_first_failed()) is None:
             return "all hosts received a request to stop"
         failure_reason = failure_cause(first_failed).reason
         return f"{first_failed.host.name}: {failure_reason}. See the log {first_failed.log_file}"
 
     def _exit_status_without_hosts(self) -> int:
+        """Print why no further round is possible, and return the job's exit status.
+
+        The reason is a signal or too few hosts. A job that has begun to train is preempted.
+        """
         if self.received_signals:
             return self.end_preempted() if self.began_event else 128 + self.received_signals[0]
         ready_names = ", ".join(connection.host.name for connection in self._ready_connections()) or "none"

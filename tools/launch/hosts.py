@@ -109,11 +109,13 @@ def select_hosts(hosts: list[Host], include: str = "", exclude: str = "") -> lis
         raise ValueError("--include and --exclude can't be combined. Remove one of these flags.")
     filter_flag, filter_text = ("--include", include) if include else ("--exclude", exclude)
     filter_indices_by_host = _parse_filter(filter_flag, filter_text, hosts) if filter_text else {}
+    has_include_filter = bool(include)  # without a filter, the empty exclude filter selects all devices
     selected_hosts = []
     for host in hosts:
         filter_indices = filter_indices_by_host.get(host.name, set())
-        is_include = bool(include)
-        selected_indices = [device for device in host.devices if (device in filter_indices) == is_include]
+        selected_indices = [
+            device for device in host.devices if (device in filter_indices) == has_include_filter
+        ]
         if selected_indices:
             selected_hosts.append(Host(host.name, tuple(selected_indices)))
     if not selected_hosts:
@@ -122,7 +124,13 @@ def select_hosts(hosts: list[Host], include: str = "", exclude: str = "") -> lis
 
 
 def _parse_host(host_line: str, line_location: str) -> Host:
-    host_match = re.fullmatch(r"(\S+)\s+slots=(\d+)", re.sub(r"\s+#.*", "", host_line))
+    """Parse a line of a hostfile, such as `worker-1 slots=4  # a comment`.
+
+    Raises:
+        ValueError: If the line is malformed. The message starts with `line_location`.
+    """
+    line_without_comment = re.sub(r"\s+#.*", "", host_line)
+    host_match = re.fullmatch(r"(\S+)\s+slots=(\d+)", line_without_comment)
     if not host_match:
         raise ValueError(f"{line_location}: expected `name slots=N`, found `{host_line}`")
     host_name, padded_slot_digits = host_match.groups()
@@ -140,10 +148,10 @@ def _parse_host(host_line: str, line_location: str) -> Host:
 
 
 def _parse_filter(flag: str, filter_text: str, hosts: list[Host]) -> dict[str, set[int]]:
-    """Return the device indices in a filter, by host name.
+    """Return the device indices that a filter such as `worker-1@worker-2:0,2` contains, by host name.
 
-    If a filter contains a host both with and without device indices, only the indices are selected, as in
-    DeepSpeed.
+    A host without device indices selects all of its devices. If a filter contains a host both with and
+    without device indices, only the indices are selected, as in DeepSpeed.
     """
     devices_by_host = {host.name: set(host.devices) for host in hosts}
     filter_indices_by_host: dict[str, set[int]] = {}
@@ -162,6 +170,7 @@ def _parse_filter(flag: str, filter_text: str, hosts: list[Host]) -> dict[str, s
             valid_slots = f"The slots on {host_name} are numbered from 0 to {last_slot}."
             raise ValueError(f"{flag} {filter_text}: {slot_problem}. {valid_slots}")
         filter_indices_by_host.setdefault(host_name, set()).update(entry_indices)
+    # An empty set of indices means all devices.
     return {name: indices or devices_by_host[name] for name, indices in filter_indices_by_host.items()}
 
 
@@ -173,7 +182,7 @@ SSH_FAILURE_STATUS = 255  # ssh's exit status if ssh itself fails
 EVENT_MARK = "\x1eevent "  # start of an event; a shell may print a window title before the event
 
 
-@dataclass(eq=False)
+@dataclass(eq=False)  # connections are compared by identity
 class Connection:
     """Connection to a module running on a host. Requests and events are sent as lines of JSON."""
 
@@ -192,7 +201,7 @@ class Connection:
         assert self.process.stdout
         for output_line in self.process.stdout:
             output_text, event_mark, event_json = output_line.rstrip("\n").partition(EVENT_MARK)
-            if output_text or not event_mark:
+            if output_text or not event_mark:  # an ordinary line, or text before an event
                 yield output_text
             with contextlib.suppress(json.JSONDecodeError):  # raised for other or incomplete lines
                 yield json.loads(event_json)
@@ -207,6 +216,7 @@ def read_requests() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def event_line(event: str, **event_fields: Any) -> str:
+    """Return an event as the line of output that Connection.events_and_lines() recognizes."""
     return EVENT_MARK + json.dumps({"event": event} | event_fields)
 
 
@@ -234,9 +244,9 @@ def start_module_on(host_name: str, module: str) -> subprocess.Popen[str]:
 
 
 def close_and_wait(connections: Sequence[Connection], timeout_s: float) -> None:
-    """End the modules by closing their inputs.
+    """End the modules on all hosts by closing their standard inputs.
 
-    Kill all modules that have not ended after timeout_s seconds.
+    After timeout_s seconds in total, kill this machine's end of each connection that is still open.
     """
     for connection in connections:
         with contextlib.suppress(OSError):
@@ -251,9 +261,11 @@ def close_and_wait(connections: Sequence[Connection], timeout_s: float) -> None:
 
 
 def connection_addresses() -> dict[str, str | None]:
-    """Return the addresses of this host and of the SSH client.
+    """Return the addresses of both ends of the SSH connection that started this process.
 
-    Both addresses are None without an SSH connection.
+    Returns:
+        {"reached_at": this host's address, "asked_from": the SSH client's address}. Both addresses are None
+        without an SSH connection.
     """
     client_address, server_address = None, None
     connection_fields = os.environ.get("SSH_CONNECTION", "").split()
@@ -262,25 +274,25 @@ def connection_addresses() -> dict[str, str | None]:
     return {"reached_at": server_address, "asked_from": client_address}
 
 
-def master_address(host_addresses: Sequence[Mapping[str, str | None]]) -> str:
+def master_address(addresses_by_rank: Sequence[Mapping[str, str | None]]) -> str:
     """Return an address at which all hosts can reach the first host.
 
     ssh connected to the first host at this address. If the first host is this machine, ssh connected to the
     other hosts from this address.
 
     Args:
-        host_addresses: Result of connection_addresses() on each host, starting with the first host.
+        addresses_by_rank: Result of connection_addresses() on each host, starting with the first host.
     """
-    client_addresses = (addresses["asked_from"] for addresses in host_addresses)
-    return host_addresses[0]["reached_at"] or next(filter(None, client_addresses), "localhost")
+    client_addresses = (addresses["asked_from"] for addresses in addresses_by_rank)
+    return addresses_by_rank[0]["reached_at"] or next(filter(None, client_addresses), "localhost")
 
 
 def is_this_host(host_name: str) -> bool:
     """Return True if a host name resolves to an address of this machine, without aliases in ~/.ssh/config."""
     try:
-        socket_addresses = [entry[4] for entry in socket.getaddrinfo(host_name, None, socket.AF_INET)]
+        address_infos = socket.getaddrinfo(host_name, None, socket.AF_INET)
     except OSError:
         return False
-    resolved_addresses = {str(address) for address, *_port in socket_addresses}
+    resolved_addresses = {str(address) for *_, (address, *_port) in address_infos}
     local_addresses = host_addresses()
     return any(address in local_addresses or address.startswith("127.") for address in resolved_addresses)

@@ -165,8 +165,9 @@ class JobRunner(Launcher):
             self.close()
 
     def on_agent_end(self, connection: HostConnection, exit_status: int) -> None:
+        """Record an agent's exit status. If the agent has failed, stop all other hosts."""
         if connection.exit_status is not None:
-            return
+            return  # already recorded
         connection.exit_status = exit_status
         if exit_status != 0:
             self.failed_connections.append(connection)
@@ -193,7 +194,7 @@ class JobRunner(Launcher):
             assert connection.hello_event
             ssh_address = connection.hello_event["reached_at"]
             self.log(f"{self.padded_label(connection)}  {ssh_address or default_address}  {host_description}")
-            default_address = "this host"
+            default_address = "this host"  # only the first host's line needs the address
 
     def _print_commands(self) -> None:
         """Print the command for each host, without connecting to the hosts."""
@@ -212,6 +213,7 @@ class JobRunner(Launcher):
             self.log(cpu_hint)
 
     def _job_exit_status(self) -> int:
+        """Print why the job has not finished, if so, and return the job's exit status."""
         exit_statuses = {connection.exit_status for connection in self.connections}
         if not self.failed_connections and exit_statuses <= {0}:
             return 0
@@ -221,7 +223,7 @@ class JobRunner(Launcher):
         if PREEMPTED_STATUS in decisive_statuses:
             return self.end_preempted()
         if self.received_signals:
-            return 128 + self.received_signals[0]
+            return 128 + self.received_signals[0]  # the status that shells report after a signal
         first_failed = min(self.failed_connections, key=lambda connection: failure_cause(connection).doubt)
         has_stopped_others = len(self.connections) > 1 and first_failed.hello_event
         consequence = "All other hosts were stopped. " if has_stopped_others else ""
@@ -243,10 +245,10 @@ class FailureCause(NamedTuple):
 
 
 def failure_cause(connection: HostConnection) -> FailureCause:
-    """Return the reason for a host's failure.
+    """Return the reason for a host's failure, with a doubt from 0 to 5 (see FailureCause).
 
     Processes that import onecurve report the reason for a failure. Without a report, this function guesses
-    the reason from the host's output.
+    the reason from the host's last output lines.
     """
     lines_with_text = (line for line in reversed(connection.last_lines) if line.strip("=- "))  # not rulers
     last_host_line = next(lines_with_text, f"exit status {connection.exit_status}")
@@ -270,8 +272,10 @@ def failure_cause(connection: HostConnection) -> FailureCause:
         return FailureCause(1, f"a process of the job was killed by signal {kill_match[1]}")
     if connection.failure_message:
         return FailureCause(2, connection.failure_message)
+    # Messages such as `error: ...` from commands, or `script.py: error: ...` from argparse
     if error_messages := re.findall(r"^(?:\S+: )?error: (.*)", host_output, re.MULTILINE):
         return FailureCause(3, error_messages[0])
+    # Last line of each Python traceback, after torch's prefix such as `[rank0]: `, if any
     exceptions = re.findall(r"^(?:\[\w+\]: ?)?(\w[\w.]*(?:Error|Exception): .*)", host_output, re.MULTILINE)
     if script_exceptions := [line for line in exceptions if not line.startswith(LAUNCHER_EXCEPTIONS)]:
         return FailureCause(4, script_exceptions[-1])

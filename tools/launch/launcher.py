@@ -35,7 +35,7 @@ SIGNAL_ECHO_S = 0.5
 HOST_COLOUR_CODES = (36, 33, 35, 32, 34, 96, 93, 95)  # terminal (ANSI) colour of each host's label, in turn
 
 
-@dataclass(eq=False)
+@dataclass(eq=False)  # connections are compared by identity
 class HostConnection(Connection):
     """Connection to the agent on one of the job's hosts."""
 
@@ -75,7 +75,8 @@ class Launcher(ABC):
         self.log_dir = log_dir
         self.connections: list[HostConnection] = []
         self.members = self.connections  # connections to the hosts that take part in the current launch
-        self.pending_calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # calls of handlers
+        # Calls of handlers such as on_event(), which the main thread makes
+        self.pending_calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.received_signals: list[int] = []  # numbers of the signals that this process has received
         self.last_signal_at = 0.0  # time.monotonic() of the last signal
         self.hang_reports: dict[int, Evidence] = {}  # reports from the ranks of a hanging job, by rank
@@ -84,7 +85,10 @@ class Launcher(ABC):
         self.stop_requested_at: float | None = None  # time.monotonic() of the first stop request
 
     def receive_signals_and_send_heartbeats(self) -> None:
-        """Start to receive signals and to send heartbeats."""
+        """Replace this process's signal handlers, and send heartbeats to the agents in a thread.
+
+        The new signal handlers only queue calls of on_signal() for the main thread.
+        """
         # A process receives SIGHUP when the terminal is closed or the SSH connection is lost.
         hangup_signals = () if is_under_nohup() else (signal.SIGHUP,)
 
@@ -96,6 +100,10 @@ class Launcher(ABC):
         threading.Thread(target=self._send_heartbeats, daemon=True).start()
 
     def connect(self, host: Host) -> HostConnection:
+        """Start an agent on a host, over SSH unless the host is this machine.
+
+        A new thread receives the agent's output and events.
+        """
         agent_process = start_module_on(host.name, "tools.launch.agent")
         connection = HostConnection(host, agent_process, self.log_dir / f"{host.name}.log")
         self.connections.append(connection)
@@ -103,6 +111,10 @@ class Launcher(ABC):
         return connection
 
     def close(self) -> None:
+        """End all agents, after printing the table of a job that hangs.
+
+        Agents that have not sent an event yet are killed. All others have STOP_TIMEOUT_S to end.
+        """
         self._show_hang_table_if_due(HANG_COLLECT_S)
         for connection in self.silent_connections():
             connection.process.kill()  # ssh hangs, and the host has no checkpoint to save
@@ -113,7 +125,10 @@ class Launcher(ABC):
         return [connection for connection in self.connections if connection.hello_event is None]
 
     def handle_event(self) -> None:
-        """Wait up to half a second for an event, and handle the event."""
+        """Wait up to half a second for an event, signal or output line, and call the handler.
+
+        This method also gives up the hosts that are still running STOP_TIMEOUT_S after a stop request.
+        """
         if self.stop_requested_at and time.monotonic() - self.stop_requested_at > STOP_TIMEOUT_S:
             for connection in self.members:
                 # The agent on an unreachable host stops without heartbeats.
@@ -125,15 +140,20 @@ class Launcher(ABC):
         self._show_hang_table_if_due()
 
     def give_up(self, connection: HostConnection) -> None:
+        """Kill this machine's end of a connection, and treat the host as lost."""
         connection.process.kill()
         self.on_agent_end(connection, SSH_FAILURE_STATUS)
 
     def on_output_line(self, connection: HostConnection, output_line: str) -> None:
+        """Record a line of a host's output in the host's log file, and print it unless it is hidden."""
         connection.record_line(output_line)
         self._print_or_hide(connection, output_line)
 
     def on_event(self, connection: HostConnection, event: dict[str, Any]) -> None:
-        """Handle an event from an agent, or from a process on the agent's host (onecurve/system/env.py)."""
+        """Handle an event from an agent, or from a process on the agent's host (onecurve/system/env.py).
+
+        The stacks in a `hang` event are written to a file in the log folder.
+        """
         event_name = event["event"]
         if event_name == "hello":
             connection.hello_event = event
@@ -152,6 +172,10 @@ class Launcher(ABC):
         """Handle the end of an agent. This method may be called more than once for the same connection."""
 
     def on_signal(self, signal_number: int) -> None:
+        """Request all hosts to stop on the first signal, and to kill their processes on a later signal.
+
+        Signals within SIGNAL_ECHO_S of the previous signal are ignored.
+        """
         previous_signal_at = self.last_signal_at
         self.last_signal_at = time.monotonic()
         if not self.received_signals:
@@ -163,16 +187,18 @@ class Launcher(ABC):
         self.received_signals.append(signal_number)
 
     def stop_all(self) -> None:
+        """Request all agents to stop their processes. handle_event() gives up those that do not."""
         self.stop_requested_at = self.stop_requested_at or time.monotonic()
         self.request_all("stop")
 
     def request_all(self, request_name: str, connections: list[HostConnection] | None = None) -> None:
-        """Send a request over the specified connections, or by default over all connections."""
+        """Send a request to the agents that are still running, by default on all hosts."""
         for connection in self.connections if connections is None else connections:
             if connection.exit_status is None:
                 connection.request(request_name)
 
     def _receive_from_agent(self, connection: HostConnection) -> None:
+        """Queue a handler call for each event and output line of an agent, and for the agent's end."""
         for event_or_line in connection.events_and_lines():
             # Set the time in this thread, because a suspended terminal can block the main thread while hosts
             # respond.
@@ -193,12 +219,13 @@ class Launcher(ABC):
     def _show_hang_table_if_due(self, sooner_s: float = 0.0) -> None:
         """Print the table of a hanging job once, HANG_COLLECT_S - sooner_s seconds after the first report."""
         if self.first_hang_at and time.monotonic() - self.first_hang_at >= HANG_COLLECT_S - sooner_s:
-            self.first_hang_at = math.inf
+            self.first_hang_at = math.inf  # prevents a second table
             for table_line in hang_table(list(self.hang_reports.values())):
                 self.log(table_line)
             self.log(f"the stacks of all threads are in {self.log_dir}/hang_rank_*.txt")
 
     def end_preempted(self) -> int:
+        """Print that the same command continues the job, and return the exit status of a preempted job."""
         self.log(f"preempted: the same command continues the job (exit status {PREEMPTED_STATUS})")
         return PREEMPTED_STATUS
 
@@ -207,9 +234,10 @@ class Launcher(ABC):
         try:
             print(line, flush=True)
         except OSError:
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+            sys.stdout = open(os.devnull, "w")  # discards all later lines  # noqa: SIM115
 
     def padded_label(self, connection: HostConnection) -> str:
+        """Return a host's name, padded to the width of the longest name, and in colour on a terminal."""
         host_label_width = max(map(len, self.host_names))
         host_label = f"{connection.host.name:{host_label_width}}"
         if not sys.stdout.isatty() or "NO_COLOR" in os.environ:
@@ -232,5 +260,6 @@ class Launcher(ABC):
         self._print_line(connection, output_line)
 
     def _print_line(self, connection: HostConnection, output_line: str) -> None:
+        """Print a line after the host's name. Print only error messages while the host's output is hidden."""
         if not connection.hides_output or output_line.startswith("error: "):
             self.log(f"{self.padded_label(connection)} | {output_line}")
