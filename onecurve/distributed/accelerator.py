@@ -113,7 +113,10 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[JobAccelerator, Batch]:
 
 
 def _read_launch_settings(job: Job) -> LaunchSettings:
-    """Read and check the launcher's settings without communication, and start watching for signals."""
+    """Read and check the launcher's settings, and start watching for signals.
+
+    This function does not communicate with other ranks.
+    """
     requested_precision = job.mixed_precision or launch_command_precision()
     deepspeed_config = check_launch_config(
         os.environ,
@@ -122,8 +125,10 @@ def _read_launch_settings(job: Job) -> LaunchSettings:
         precision=requested_precision,
     )
     check_process_count()
+    # Rank 0 reports to launch.py. In an elastic job, the call may wait for other hosts.
     batch = elastic_batch(job)
     watch.start(job.timeout_s)
+    # A launcher started this process on a host without usable GPUs
     is_rehearsal = "LOCAL_RANK" in os.environ and not torch.cuda.is_available()
     return LaunchSettings(batch, deepspeed_config, is_rehearsal)
 
@@ -159,13 +164,20 @@ def _set_environment(job: Job, launch_settings: LaunchSettings) -> tuple["Compil
 def _join_group(
     job: Job, launch_settings: LaunchSettings, clip_norm: float, compilation: "Compilation"
 ) -> JobAccelerator:
-    """Join the process group, and choose the settings that depend on the device or strategy."""
+    """Create the process group and an Accelerator that stores the device-dependent settings.
+
+    This function is collective. On a CPU, it also sets torch's number of threads and the memory allocator's
+    options.
+
+    Raises:
+        ValueError: If two processes use the same GPU, or if the strategy does not support a flag.
+    """
     from onecurve.distributed.step_graph import chosen_step_graph
     from onecurve.models.attention import has_kernel
 
     batch = launch_settings.batch
     with timed_as(PROCESS_GROUP):
-        create_group_in_agents_store(job.timeout_s)
+        create_group_in_agents_store(job.timeout_s)  # only under torchrun; else Accelerate creates the group
         accelerator = make_accelerator(job, batch, launch_settings.deepspeed_config, clip_norm)
     if accelerator.device.type == "cuda":
         with timed_as(CUDA_START):
@@ -206,7 +218,10 @@ def _refuse_unsupported_flags(accelerator: JobAccelerator) -> None:
 def _agree_on_start(
     job: Job, launch_settings: LaunchSettings, accelerator: JobAccelerator, config_remarks: list[str]
 ) -> None:
-    """Check that all ranks chose the same settings, and print them."""
+    """Check that all ranks chose the same settings, and print the settings and the startup remarks.
+
+    This function is collective.
+    """
     from onecurve.models.attention import kernel_version
 
     batch, compilation = launch_settings.batch, accelerator.compilation
@@ -252,6 +267,9 @@ def make_accelerator(
 ) -> JobAccelerator:
     """Return the Accelerator for the launcher's environment and the job's flags, with compilation disabled.
 
+    This function creates the process group unless it exists. It also patches Accelerate, so that only one
+    process per host prints and DeepSpeed is not imported without need.
+
     Args:
         job: The job's flags.
         batch: The batch arithmetic.
@@ -295,6 +313,7 @@ def make_accelerator(
         if job.deterministic:
             from torch.distributed.fsdp import MixedPrecisionPolicy
 
+            # ExactSum's additions are exact only in float64
             fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
     on_cpu = accelerator.device.type == "cpu"
     if on_cpu and mixed_precision == "fp16" and accelerator.distributed_type != DistributedType.DEEPSPEED:
@@ -320,7 +339,10 @@ def prepare(
 def wrap(
     accelerator: JobAccelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, AcceleratedOptimizer]:
-    """Wrap the model and the optimizer like prepare(), but do not share initial weights."""
+    """Wrap the model and the optimizer like prepare(), but do not share initial weights.
+
+    If step graphs are enabled on a GPU, all GPU work runs on the step graphs' stream.
+    """
     from onecurve.distributed.step_graph import on_step_stream
 
     with on_step_stream(accelerator):
@@ -384,7 +406,7 @@ def _wrap_in_stages(
     elif adds_exactly and accelerator.scaler:  # fused SGD rounds differently if it unscales gradients
         torch_.unscale_before_step(optimizer)
     if adds_exactly and not is_model_sharded:  # ExactSum replaces DDP's gradient exchange
-        prepared_model = accelerator.prepare_model(model, evaluation_mode=True)
+        prepared_model = accelerator.prepare_model(model, evaluation_mode=True)  # without DDP's wrapper
         prepared_optimizer = accelerator.prepare_optimizer(optimizer)
     else:
         prepared_model, prepared_optimizer = accelerator.prepare(model, optimizer)
@@ -411,9 +433,10 @@ def _wrap_in_stages(
 
 
 def _fill_deepspeed_config(deepspeed_config: dict[str, Any], batch: Batch, clip_norm: float) -> None:
-    """Write the recipe's settings into DeepSpeed's config, so that all strategies use the same settings.
+    """Write the recipe's settings into a DeepSpeed config in place, so that all strategies use them.
 
-    If the config does not set a clipping norm, DeepSpeed would clip gradients at norm 1.0.
+    This function also replaces "auto" values. Rank 0 logs each replacement. If the config does not set a
+    clipping norm, DeepSpeed would clip gradients at norm 1.0.
     """
     recipe_values = {
         "train_batch_size": batch.total,
@@ -432,7 +455,7 @@ def _fill_deepspeed_config(deepspeed_config: dict[str, Any], batch: Batch, clip_
     for config_remark in replace_auto_values(deepspeed_config):
         if rank() == 0:
             log.info(config_remark)
-    deepspeed_.hide_untested_optimizers()
+    deepspeed_.hide_untested_optimizers()  # filters a warning from DeepSpeed's log
     # With offload, Accelerate would replace the script's optimizer with DeepSpeed's Adam and compile it.
     deepspeed_config.setdefault("zero_force_ds_cpu_optimizer", False)
 

@@ -22,7 +22,7 @@ STOP_TIMEOUT_S = 240  # seconds to wait for a worker after a signal, because one
 
 
 def agree(accelerator: Accelerator, values: dict[str, Any]) -> None:
-    """Check that the values are the same in all processes.
+    """Check that the values are the same in all processes. This function is collective.
 
     Args:
         accelerator: The started Accelerator.
@@ -32,14 +32,16 @@ def agree(accelerator: Accelerator, values: dict[str, Any]) -> None:
         ValueError: If a value differs between processes. Every process raises the error, and its message
             lists the deviating ranks and their values.
     """
-    own_json = {name: json.dumps(value, sort_keys=True, default=str) for name, value in values.items()}
-    hosts_and_json = gather_object([(socket.gethostname(), own_json)])
-    for value_name in own_json:
-        json_by_rank = [json_by_name.get(value_name) for _, json_by_name in hosts_and_json]
+    own_json_by_name = {
+        name: json.dumps(value, sort_keys=True, default=str) for name, value in values.items()
+    }
+    host_and_json_by_rank = gather_object([(socket.gethostname(), own_json_by_name)])
+    for value_name in own_json_by_name:
+        json_by_rank = [json_by_name.get(value_name) for _, json_by_name in host_and_json_by_rank]
         [(common_json, _)] = Counter(json_by_rank).most_common(1)
         outlier_ranks = [rank for rank, rank_json in enumerate(json_by_rank) if rank_json != common_json]
         if outlier_ranks:
-            outlier_host, _ = hosts_and_json[outlier_ranks[0]]
+            outlier_host, _ = host_and_json_by_rank[outlier_ranks[0]]
             outlier_json = json_by_rank[outlier_ranks[0]]
             raise ValueError(
                 f"the processes do not agree: {value_name} is {_format_difference(outlier_json, common_json)}"
@@ -74,7 +76,8 @@ def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int, *, pe
     if accelerator.num_processes == 1:
         return work(_raise_if_stopping)
     this_rank = accelerator.process_index
-    key_prefix, channel = f"once/{topic}", Channel()
+    channel = Channel()
+    key_prefix = f"once/{topic}"
     worker_rank = this_rank - local_rank() if per_host else 0  # rank whose result this process returns
     worker_ranks = set(gather_object([worker_rank]))
     if this_rank == worker_rank:
@@ -88,7 +91,8 @@ def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int, *, pe
         channel.post(f"{key_prefix}/{this_rank}", own_outcome)
     with in_phase(f"waiting for the {topic}"):
         outcome_by_rank: dict[int, Any] = {}
-        heartbeat_count, heartbeat_at, stop_posted_at = -1, time.monotonic(), 0.0
+        heartbeat_count, heartbeat_at = -1, time.monotonic()  # last count seen, and when it changed
+        stop_posted_at = 0.0
         while pending_ranks := worker_ranks - outcome_by_rank.keys():
             new_outcome_by_rank = {rank: channel.read(f"{key_prefix}/{rank}") for rank in pending_ranks}
             if any(new_outcome_by_rank.values()):
@@ -104,7 +108,7 @@ def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int, *, pe
                 stop_posted_at = stop_posted_at or time.monotonic()
                 if time.monotonic() - stop_posted_at > STOP_TIMEOUT_S:
                     raise Preempted  # the worker has died, and the launcher will stop this process
-            latest_heartbeat_count = channel.add_to_counter(f"{key_prefix}/heartbeats", 0)
+            latest_heartbeat_count = channel.add_to_counter(f"{key_prefix}/heartbeats", 0)  # only reads
             if latest_heartbeat_count != heartbeat_count:
                 heartbeat_count, heartbeat_at = latest_heartbeat_count, time.monotonic()
             elif time.monotonic() - heartbeat_at > timeout_s:
@@ -115,7 +119,7 @@ def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int, *, pe
                 )
             time.sleep(STORE_POLL_INTERVAL_S)
     worker_outcomes = [outcome_by_rank[rank] for rank in sorted(worker_ranks)]
-    exit_reason, message_or_result = max(worker_outcomes, key=itemgetter(0))
+    exit_reason, message_or_result = max(worker_outcomes, key=itemgetter(0))  # the largest reason wins
     if exit_reason == ExitReason.PROBLEM:
         raise ValueError(message_or_result)
     if exit_reason == ExitReason.STOP:
@@ -146,6 +150,7 @@ def _make_heartbeat(channel: Channel, key_prefix: str) -> Callable[[], None]:
 
 
 def _raise_if_stopping() -> None:
+    """Raise Preempted if this process received a stop signal or its launcher has exited."""
     if watch.wanted():
         raise Preempted
 

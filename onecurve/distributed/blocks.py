@@ -72,6 +72,8 @@ def checkpoint_activations(model: nn.Module) -> None:
 
 
 def _with_recomputation(forward: Callable) -> Callable:
+    """Return a forward method that stores no activations but recomputes them in the backward pass."""
+
     @functools.wraps(forward)
     def forward_with_recomputation(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -91,6 +93,7 @@ class Compilation:
     dynamic: bool = False  # True to compile for variable tensor shapes
 
     def __bool__(self) -> bool:
+        """Return True if compilation is enabled."""
         return self.backend != "no"
 
     def __str__(self) -> str:
@@ -113,7 +116,8 @@ def chosen_compilation(compile_flag: str | None) -> Compilation:
             dynamic=bool(dynamo_plugin.dynamic),
         )
     else:
-        compilation = Compilation("no" if compile_flag == "no" else "inductor", compile_flag)
+        backend = "no" if compile_flag == "no" else "inductor"
+        compilation = Compilation(backend, mode=compile_flag)
     if compilation:
         _check_backend(compilation)
     return compilation
@@ -188,7 +192,8 @@ def _dynamo_arguments_from_config() -> dict[str, Any]:
 
 
 def _check_backend(compilation: Compilation) -> None:
-    known_backends = torch.compiler.list_backends(())
+    """Raise ValueError if this host lacks the compiler backend or the C++ compiler that Inductor needs."""
+    known_backends = torch.compiler.list_backends(exclude_tags=())  # include experimental backends
     if compilation.backend not in known_backends:
         raise ValueError(
             f"dynamo_backend {compilation.backend} is not available on this host."

@@ -50,7 +50,7 @@ class Channel:
         return Channel(self.store.clone())
 
     def post(self, key: str, value: Any) -> None:
-        """Store the value under the key."""
+        """Store a JSON-serialisable value under the key, where other processes can read it."""
         self._call_store(lambda: self.store.set(key, json.dumps(value)), None)
 
     def read(self, key: str) -> Any:
@@ -68,17 +68,21 @@ class Channel:
     def store_if_unset(self, key: str, value: Any) -> Any:
         """Store the value unless the key already exists, and return the stored value."""
         value_json = json.dumps(value)
+        # compare_set() with an expected value of "" writes only if the key does not exist
         stored_json = self._call_store(
             lambda: self.store.compare_set(key, "", value_json), default=value_json.encode()
         )
         return json.loads(stored_json)
 
     def add_to_counter(self, key: str, increment: int) -> int:
-        """Add `increment` to a counter that starts at 0, and return the new count."""
+        """Add `increment` to a counter that starts at 0, and return the new count.
+
+        If the store has died, the result is `increment`.
+        """
         return self._call_store(lambda: self.store.add(key, increment), increment)
 
     def _call_store(self, store_operation: Callable[[], StoreAnswer], default: StoreAnswer) -> StoreAnswer:
-        """Return the operation's result, or the default value if the store's process has died."""
+        """Return the operation's result. If the store has died, keep the error and return the default."""
         try:
             return store_operation()
         except RuntimeError as error:
@@ -87,7 +91,7 @@ class Channel:
 
 
 def claim_report(message: str, channel: Channel | None = None) -> bool:
-    """Return True if no other process has reported this message yet.
+    """Claim the report of a message, and return True unless another process has claimed it before.
 
     Most user errors occur in all processes, but only one process should print the error message.
     """

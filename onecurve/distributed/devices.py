@@ -25,15 +25,18 @@ CPU_HINT = "To rehearse on the CPU, put CUDA_VISIBLE_DEVICES= (without a value) 
 def check_devices() -> None:
     """Check that torch can use this host's accelerators, and that each process has a GPU.
 
+    If the launcher shows each process only its own GPU, this function sets LOCAL_RANK to 0, the GPU's index.
+
     Raises:
         ValueError: If the host has too few GPUs, torch can't use the host's GPUs, or the host has TPUs, XPUs,
             NPUs or AMD GPUs.
     """
     _check_device_type()
     gpu_count, host_process_count = torch.cuda.device_count(), processes_per_host()
+    may_see_only_own_gpu = gpu_count == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
     if not on_gpu():
         _refuse_unusable_gpus()
-    elif gpu_count < host_process_count and not (gpu_count == 1 and "CUDA_VISIBLE_DEVICES" in os.environ):
+    elif gpu_count < host_process_count and not may_see_only_own_gpu:
         raise ValueError(
             f"{host_process_count} processes were started on this host,"
             f" which has {gpu_count} GPU{'s' if gpu_count > 1 else ''}."
@@ -41,7 +44,6 @@ def check_devices() -> None:
             f" or launch.py's --gpus, or choose a different file in accelerate_configs/. {CPU_HINT}"
         )
     else:
-        # The launcher may show each process only its own GPU
         if gpu_count == 1 and "LOCAL_RANK" in os.environ:
             os.environ[LOCAL_NUMBER_VARIABLE], os.environ["LOCAL_RANK"] = str(local_rank()), "0"
         _check_gpu_support(int(os.environ.get("LOCAL_RANK", "0")))
@@ -95,7 +97,7 @@ def _refuse_unusable_gpus() -> None:
 
     gpu_inventory, cuda_version = list_gpus(), torch.version.cuda
     if not gpu_inventory.gpus and not gpu_inventory.problem:
-        return
+        return  # this host has no NVIDIA GPU
     visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpu_problem = driver_problem(gpu_inventory, cuda_version)
     if gpu_problem and gpu_inventory.problem:
@@ -159,7 +161,7 @@ def choose_algorithms(deterministic: bool) -> None:
     may choose different algorithms. In addition, fp32 convolutions round their inputs to TF32. On a CPU, the
     argument has no effect. See https://docs.pytorch.org/docs/stable/notes/randomness.html
     """
-    # cuDNN benchmarks depend on timings, which differ between runs
+    # cuDNN's benchmarks choose algorithms by timings, which differ between runs
     torch.backends.cudnn.benchmark = not deterministic
     if not deterministic:
         return
@@ -187,7 +189,7 @@ def rehearse_on_cpu(backend: str = "gloo") -> None:
 
 
 def use_all_cores(deterministic: bool = False) -> None:
-    """Divide a host's cores among its processes.
+    """Set torch's number of threads, to divide a host's cores among its processes.
 
     torchrun and accelerate set OMP_NUM_THREADS=1, which suits GPU training. deepspeed assigns all cores to
     each process. For a single process, accelerate counts all of the machine's cores, including those that the
@@ -232,7 +234,7 @@ def keep_freed_memory() -> None:
     For CNN-A at batch size 256 on one thread, this reuse reduces CPU time per step from 82 ms to 57 ms, and
     the number of page faults from 14,000 to 0.
     """
-    mmap_threshold_option, trim_threshold_option = -3, -1  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD
+    mmap_threshold_option, trim_threshold_option = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD in malloc.h
     libc = ctypes.CDLL(None)
     libc.mallopt(mmap_threshold_option, 2**30)  # allocate blocks of up to 1 GiB from the heap
     libc.mallopt(trim_threshold_option, 2**31 - 1)  # never trim the heap

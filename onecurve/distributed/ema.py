@@ -22,35 +22,41 @@ class EMA:
     """
 
     def __init__(self, model: nn.Module, optimizer: AcceleratedOptimizer, decay: float):
-        self.decay = decay
+        self.decay = decay  # upper limit of a step's decay
         self.layout = layout_of(model, optimizer)
         self.averages = [weights.clone() for weights in self.layout.local_tensors]
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Update the averages after optimizer step `step`, counted from 0."""
-        step_decay = min(self.decay, (1 + step) / (10 + step))
+        """Update the averages in place after the optimizer step with index `step`, counted from 0."""
+        step_decay = min(self.decay, (1 + step) / (10 + step))  # smaller in early steps
         lerp_(self.averages, self.layout.local_tensors, 1 - step_decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Use the averaged weights in the model inside the context. Entry and exit are collective."""
+        """Use the averaged weights in the model inside the context, and restore the weights on exit.
+
+        Entry and exit are collective.
+        """
         _swap_contents(self.averages, self.layout.local_tensors)
         try:
             self.layout.sync_model()
             yield
         finally:
             _swap_contents(self.averages, self.layout.local_tensors)
-        self.layout.sync_model()
+        self.layout.sync_model()  # skipped after an error, because other ranks may not reach this collective
 
 
 @torch.no_grad()
 def _swap_contents(averages: list[Tensor], weights: list[Tensor]) -> None:
-    """Swap the contents of two tensor lists."""
+    """Swap the averages and the weights in place.
+
+    Each tensor is swapped in blocks of rows, to limit the temporary buffer to about SWAP_BUFFER_BYTES.
+    """
     for average, weight in zip(averages, weights, strict=True):
         if not average.numel():
             continue
-        average, weight = torch.atleast_1d(average), torch.atleast_1d(weight)
+        average, weight = torch.atleast_1d(average), torch.atleast_1d(weight)  # split() needs a dimension
         max_rows = max(1, SWAP_BUFFER_BYTES * len(average) // average.nbytes)
         for average_rows, weight_rows in zip(average.split(max_rows), weight.split(max_rows), strict=True):
             saved_average_rows = average_rows.clone()

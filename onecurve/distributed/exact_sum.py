@@ -50,7 +50,7 @@ def use_foreach(optimizer: torch.optim.Optimizer) -> None:
     for parameter_group in optimizer.param_groups:
         if parameter_group.get("fused"):
             parameter_group |= {"fused": False, "foreach": True}
-    unscale_before_step(optimizer)
+    unscale_before_step(optimizer)  # only the fused kernel can unscale fp16 gradients in the step
 
 
 class Bucket:
@@ -65,7 +65,7 @@ class Bucket:
         # `parameter_indices` contains the parameters' indices in the model.
         self.parameters, self.parameter_indices = parameters, parameter_indices
         self.parameter_sizes = [parameter.numel() for parameter in parameters]
-        section_sizes = [sum(self.parameter_sizes), len(parameters)]
+        section_sizes = [sum(self.parameter_sizes), len(parameters)]  # of the sums and of the counts
         self.sums_and_counts = torch.zeros(sum(section_sizes), dtype=torch.float64, device=device)
         self.gradient_sums, self.gradient_counts = self.sums_and_counts.split(section_sizes)
         self.exchange_work: Any = None  # handle of the exchange in progress
@@ -93,12 +93,13 @@ class Bucket:
 
     def reset(self) -> None:
         """Discard the current step's state, even if the step is unfinished, and begin the next step."""
-        self.exchange_work, self.has_added_micro_batch = None, False
+        self.exchange_work = None
+        self.has_added_micro_batch = False
         self.indices_with_gradient = set()
         self.arrived_indices.clear()
 
     def exchange(self) -> None:
-        """Start the exchange of gradient sums between processes."""
+        """Start an asynchronous all-reduce of the gradient sums and counts."""
         if not self.indices_with_gradient:
             self.gradient_sums.zero_()
         self.gradient_counts.fill_(1)
@@ -107,14 +108,14 @@ class Bucket:
         self.exchange_work = dist.all_reduce(self.sums_and_counts, async_op=True)
 
     def finish_step(self, units_per_one: float | Tensor) -> None:
-        """Wait for the exchange, set the parameters' gradients, and begin the next step."""
+        """Wait for the exchange, convert the sums to the parameters' .grad, and begin the next step."""
         missing_indices = self._indices_without_gradient()
         if self.exchange_work:
             self.exchange_work.wait()
             if missing_indices:  # the host waits for the device only here
                 gradient_counts = self.gradient_counts.tolist()
                 missing_indices = {index for index in missing_indices if not gradient_counts[index]}
-        # A division by a power of two is exact
+        # Dividing by a power of two is exact
         flat_gradients = self.gradient_sums.float().div_(units_per_one).split(self.parameter_sizes)
         parameters_and_gradients = zip(self.parameters, flat_gradients, strict=True)
         for index_in_bucket, (parameter, flat_gradient) in enumerate(parameters_and_gradients):
@@ -126,6 +127,7 @@ class Bucket:
         self.indices_with_gradient = set()
 
     def _indices_without_gradient(self) -> set[int]:
+        """Return the bucket indices of parameters without a gradient in this process in this step."""
         return set(range(len(self.parameters))) - self.indices_with_gradient
 
 
@@ -174,7 +176,7 @@ class ExactSum:
         loss = loss / self.micro_batch_count
         loss_scaler = self.accelerator.scaler
         if loss_scaler is not None:
-            loss, loss_scale = loss_scaler.scale([loss, self.one])
+            loss, loss_scale = loss_scaler.scale([loss, self.one])  # scale(1) is the loss scale
             self.units_per_one = UNITS_PER_ONE / loss_scale
         loss.backward(**options)
         self._end_micro_batch()
@@ -183,7 +185,10 @@ class ExactSum:
 
     @torch.no_grad()
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        """Scale the gradients to norm max_norm if their norm is larger. Return the norm before scaling."""
+        """Scale the gradients in place to norm max_norm if their norm is larger.
+
+        This method is collective under FSDP2. It returns the norm before scaling.
+        """
         assert norm_type == 2
         self.accelerator.unscale_gradients()
         # A process's shard of a small parameter, or even of a small model, may be empty.
@@ -191,6 +196,7 @@ class ExactSum:
         local_gradients = [gradient for gradient in local_gradients if gradient.numel()]
         local_gradients = local_gradients or [self.one.new_zeros(1)]
         gradient_norm = self._exact_norm(local_gradients)
+        # The same formula as torch.nn.utils.clip_grad_norm_
         gradient_scale = (max_norm / (gradient_norm + 1e-6)).clamp(max=1).float()
         multiply_(local_gradients, gradient_scale.to(local_gradients[0].device))
         return gradient_norm
@@ -223,6 +229,7 @@ class ExactSum:
         failed_steps = self.first_failed_steps.clone()
         self._reduce_in_place(failed_steps, dist.ReduceOp.MIN)
         first_failure = failed_steps.min(0)
+        # One tensor, so that the host waits for the device only once
         failure_summary = torch.stack([first_failure.values, first_failure.indices, self.steps_since_check])
         first_failed_step, parameter_index, checked_step_count = failure_summary.tolist()
         if first_failed_step < math.inf:
@@ -236,13 +243,15 @@ class ExactSum:
         self.steps_since_check.zero_()
         self.first_failed_steps.fill_(math.inf)
         if not self.buckets:
-            self._check_shards(step)
+            self._check_arrivals(step)
 
-    def _check_shards(self, step: int) -> None:
-        """Raise ValueError if FSDP2 added gradients of different parameters.
+    def _check_arrivals(self, step: int) -> None:
+        """Raise ValueError if the ranks computed gradients of different parameters under FSDP2.
 
-        This error can occur because FSDP2 exchanges whichever gradients a process has computed.
+        FSDP2 exchanges whichever gradients a process has computed, and would add gradients of different
+        parameters. This method is collective.
         """
+        # The minimum of negated digests is the negated maximum, so one reduction compares all ranks' digests
         digests = torch.tensor([self.arrival_digest, -self.arrival_digest], device=self.accelerator.device)
         self._reduce_in_place(digests, dist.ReduceOp.MIN)
         smallest_digest, negated_largest_digest = digests.tolist()
@@ -269,7 +278,11 @@ class ExactSum:
         self.gradient_buffer = torch.empty(max_bucket_size, device=self.accelerator.device)
 
     def _on_gradient_arrival(self, bucket: Bucket, index_in_bucket: int, _parameter: nn.Parameter) -> None:
-        """Add a bucket's gradients once all have arrived, and exchange complete buckets in order."""
+        """Handle a parameter's new .grad, as a hook that autograd calls in the backward pass.
+
+        Once a bucket's gradients have all arrived, this method adds them. In a step's last micro-batch, it
+        also starts the exchange of complete buckets, in order.
+        """
         bucket.arrived_indices.add(index_in_bucket)
         if len(bucket.arrived_indices) == len(bucket.parameters):
             self._add_bucket(bucket)
@@ -281,7 +294,10 @@ class ExactSum:
                     self._exchange_next()
 
     def _add_bucket(self, bucket: Bucket) -> None:
-        """Add a bucket's gradients from one micro-batch, using few operations on long tensors."""
+        """Add a bucket's gradients from one micro-batch to its sums, and set .grad to None.
+
+        This method uses few operations on long tensors, instead of one operation per parameter.
+        """
         bucket_gradients = self.gradient_buffer[: len(bucket.gradient_sums)]
         bucket.move_gradients(bucket_gradients)
         magnitudes = norms(bucket_gradients.split(bucket.parameter_sizes), math.inf)
@@ -294,7 +310,7 @@ class ExactSum:
             self._to_units(gradient_chunk, out=gradient_chunk)
             if bucket.indices_with_gradient:
                 sum_chunk.add_(gradient_chunk)
-            else:
+            else:  # overwrite the previous step's sums
                 sum_chunk.copy_(gradient_chunk)
         bucket.end_micro_batch()
 
@@ -304,14 +320,15 @@ class ExactSum:
         self.next_bucket_index += 1
 
     def _register_shard_hooks(self, model: nn.Module) -> None:
-        """Make FSDP2 sum the rounded gradients instead of averaging them."""
+        """Make FSDP2 sum gradients instead of averaging them, and round each gradient before the sum."""
         index_by_name = {name: index for index, name in enumerate(self.parameter_names)}
         module_by_name: dict[str, Any] = dict(model.named_modules())
         for module_name, module in module_by_name.items():
-            if hasattr(module, "unshard"):
+            if hasattr(module, "unshard"):  # an FSDP2 module
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
                 module.unshard()  # later calls gather parameters into the same objects
+                # Nested FSDP2 modules' parameters are still DTensors, and get hooks in their own iterations
                 for name, parameter in module.named_parameters(module_name):
                     if name in index_by_name and not hasattr(parameter, "to_local"):
                         parameter.register_hook(partial(self._round_gradient, index_by_name.pop(name)))
@@ -319,7 +336,10 @@ class ExactSum:
         assert not index_by_name, f"not sharded: {index_by_name}"
 
     def _round_gradient(self, parameter_index: int, gradient: Tensor) -> Tensor:
-        """Return a parameter's gradient, rounded to multiples of 1 / UNITS_PER_ONE."""
+        """Return a parameter's gradient, rounded to multiples of 1 / UNITS_PER_ONE.
+
+        This hook also records the gradient's arrival and maximum magnitude.
+        """
         self.arrived_indices.add(parameter_index)
         self.micro_batch_magnitudes[parameter_index] = torch.linalg.vector_norm(gradient, math.inf)
         return self._to_units(gradient).div_(self.units_per_one)
@@ -330,6 +350,7 @@ class ExactSum:
 
     @torch.no_grad()
     def _end_micro_batch(self) -> None:
+        """Add the gradients of incomplete buckets, and update this step's maximum gradient magnitudes."""
         for bucket in self.buckets:
             if bucket.arrived_indices:  # some of the bucket's parameters received no gradient
                 self._add_bucket(bucket)
@@ -340,6 +361,10 @@ class ExactSum:
 
     @torch.no_grad()
     def _end_step(self) -> None:
+        """Exchange the remaining buckets, set .grad, and record gradients that were too large to add exactly.
+
+        check() reports the recorded gradients later.
+        """
         if self.accelerator.num_processes > 1:
             while self.next_bucket_index < len(self.buckets):  # exchange the buckets with missing gradients
                 self._exchange_next()
@@ -359,7 +384,7 @@ class ExactSum:
         self.max_magnitudes.zero_()
 
     def _exact_norm(self, gradients: list[Tensor]) -> Tensor:
-        """Return the gradients' 2-norm.
+        """Return the 2-norm of this step's gradients on all ranks, independently of the order of additions.
 
         Each squared element, scaled to at most 1, is rounded to a multiple of a coarse unit plus a multiple
         of a fine unit. Sums of multiples of the same unit are exact.
@@ -367,8 +392,9 @@ class ExactSum:
         max_magnitude = torch.stack(norms(gradients, math.inf)).max()
         max_magnitude = max_magnitude.double().to(self.accelerator.device)
         self._reduce_in_place(max_magnitude, dist.ReduceOp.MAX)
-        max_magnitude = max_magnitude.clamp(min=1e-300)
+        max_magnitude = max_magnitude.clamp(min=1e-300)  # prevents a division by zero
         replica_count = sharding(self.accelerator).get("replicas", 1)
+        # A float64 has 53 bits, so a sum of all elements, each at most this many units, is exact
         norm_units_per_one = 2.0 ** (53 - (self.element_count * replica_count).bit_length())
         chunks = [chunk for gradient in gradients for chunk in _flat_view(gradient).split(self.chunk_size)]
         zero_and_sums = torch.zeros(3, dtype=torch.float64, device=gradients[0].device)
@@ -393,9 +419,10 @@ class ExactSum:
         return max_magnitude * (scaled_square_sum / replica_count).sqrt()
 
     def _reduce_in_place(self, values: Tensor, reduce_operation: Any) -> None:
-        """Reduce tensors between processes in place.
+        """Reduce the values between processes in place.
 
-        Under DDP, each process already stores the whole gradients, so only minima must be exchanged.
+        Under DDP, all processes store the same whole gradients, so a norm's SUM and MAX need no exchange.
+        Only check()'s MIN does.
         """
         if self.accelerator.num_processes > 1 and (not self.buckets or reduce_operation == dist.ReduceOp.MIN):
             dist.all_reduce(values, reduce_operation)
@@ -412,7 +439,7 @@ def _group_indices(item_sizes: list[int], min_group_size: int) -> list[list[int]
     The last group may be smaller.
     """
     index_groups: list[list[int]] = []
-    group_size = min_group_size
+    group_size = min_group_size  # makes the first item begin a group
     for item_index, item_size in enumerate(item_sizes):
         if group_size >= min_group_size:
             index_groups.append([])

@@ -42,9 +42,9 @@ ANSWER_TIMEOUT_S = 1.0  # seconds to wait for other ranks' answers
 
 
 def configure_flight_recorder() -> None:
-    """Configure torch to record few collectives and to write no pickle files after a timeout.
+    """Set torch's environment variables to record few collectives and to write no files after a timeout.
 
-    Call this function before the first process group is created.
+    The files would be pickles. Call this function before the first process group is created.
     """
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED_COLLECTIVE_COUNT))
@@ -59,6 +59,7 @@ def recorded_collectives() -> list[dict[str, Any]]:
     for each process group, so a rank with a smaller last number is behind. torch does not record collectives
     inside a CUDA graph.
     """
+    # The flight recorders of gloo and NCCL may list the same collective
     unique_entries = {
         (entry["profiling_name"], entry["process_group"][0], entry["record_id"]): entry
         for entry in flight_record()
@@ -99,6 +100,7 @@ def rank_evidence(rank: int, host_by_rank: list[str]) -> Evidence:
     """
     collectives = recorded_collectives()
     collectives_by_number = sorted(collectives, key=itemgetter("number"))
+    # The last assignment to a group wins, and has the largest number
     last_number_by_group = {collective["group"]: collective["number"] for collective in collectives_by_number}
     return {
         "rank": rank,
@@ -202,7 +204,7 @@ def _is_late(evidence: Evidence, waits: Iterable[dict[str, Any]]) -> bool:
     """Return True if this rank has not reached a collective in which another rank waits."""
     if evidence["waits"]:  # hosts may enqueue different numbers of replays in advance
         waits = [wait for wait in waits if wait["group"] != REPLAY_GROUP]
-    last_number_by_group = evidence["sequence"]
+    last_number_by_group = evidence["sequence"]  # without groups that this rank has not used
     return any(last_number_by_group.get(wait["group"], wait["number"]) < wait["number"] for wait in waits)
 
 
@@ -211,6 +213,7 @@ def _rank_names(ranks: Sequence[int], host_by_rank: Sequence[str]) -> str:
 
 
 def _describe_last_collective(evidence: Evidence) -> str:
+    """Return the table cell about the collective in which a rank waits, or about its last collective."""
     collective = evidence["waits"][0] if evidence["waits"] else evidence["last"]
     if not collective:
         return "-"
@@ -248,7 +251,7 @@ class HangReport:
         self.is_report_published = False
 
     def send_heartbeat(self, channel: "Channel") -> None:
-        """Send a heartbeat to the store."""
+        """Store the current time as this rank's last heartbeat, for other ranks' reports."""
         channel.post(f"{self._heartbeat_key}/{self._rank}", time.time())
 
     def answer_request(self, channel: "Channel") -> None:
@@ -271,15 +274,21 @@ class HangReport:
         is_first_report = True
         with contextlib.suppress(TimeoutError):  # the store may not answer
             is_first_report = collection_future.result(2 * ANSWER_TIMEOUT_S)
-        # This second report includes silent ranks' last heartbeats
+        # _publish_evidence() has already reported once. This report adds silent ranks' last heartbeats.
         report_to_launcher("hang", **evidence_by_rank[self._rank])
-        if EVENTS_FILE_VARIABLE not in os.environ and is_first_report:
+        if EVENTS_FILE_VARIABLE not in os.environ and is_first_report:  # launch.py prints the table otherwise
             report_lines = hang_table(list(evidence_by_rank.values()))
             report_lines.append(f"The stack traces of all threads are in {self._stacks_folder} on each host.")
             log.warning("\n".join(report_lines))
 
     def _collect_evidence(self, evidence_by_rank: dict[int, Evidence]) -> bool:
-        """Add other ranks' evidence to the map. Return False if another rank requested evidence earlier."""
+        """Request other ranks' evidence through the store, and add it to the map.
+
+        The age of each silent rank's last heartbeat is added to this rank's evidence.
+
+        Returns:
+            True if this rank is the first that requested evidence.
+        """
         channel = self._channel
         is_first_report = channel.store_if_unset(self._request_key, self._rank) == self._rank
         answer_deadline = time.monotonic() + ANSWER_TIMEOUT_S
@@ -301,10 +310,11 @@ class HangReport:
         """
         with self._evidence_lock:
             if self._evidence is None:
-                evidence, stack_text = rank_evidence(self._rank, self._host_by_rank), stack_traces()
+                evidence = rank_evidence(self._rank, self._host_by_rank)
+                stack_text = stack_traces()
                 self._evidence = evidence
                 report_to_launcher("hang", **evidence, stacks=stack_text)
-                if EVENTS_FILE_VARIABLE not in os.environ:
+                if EVENTS_FILE_VARIABLE not in os.environ:  # launch.py did not start this process
                     with contextlib.suppress(OSError):
                         self._stacks_folder.mkdir(mode=0o700, exist_ok=True)
                         (self._stacks_folder / f"rank_{self._rank}.txt").write_text(stack_text)

@@ -12,7 +12,7 @@ from onecurve.distributed.agreement import agree
 
 @torch.no_grad()
 def share_initial_weights(accelerator: Accelerator, model: nn.Module) -> None:
-    """Copy rank 0's initial weights to all ranks.
+    """Copy rank 0's initial weights into the model on all ranks, in place. This function is collective.
 
     All ranks draw their weights with the same seed, but CPUs with different instruction sets round
     differently. If all ranks have drawn identical weights, nothing is sent.
@@ -39,6 +39,7 @@ def share_initial_weights(accelerator: Accelerator, model: nn.Module) -> None:
 
 
 def _weights_digest(tensor_by_name: dict[str, Tensor]) -> str:
+    """Return the SHA-256 of the tensors' bytes, which are copied to the CPU."""
     weights_hash = hashlib.sha256()
     for tensor in tensor_by_name.values():
         weights_hash.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -61,6 +61,7 @@ def check_launch_config(
     env = {"FSDP_VERSION": "1", **env}  # Accelerate's default
     for switch_variable, supported_answers in supported_settings()["answers"].items():
         for answer_key, (answer_variable, *answer_limits) in supported_answers.items():
+            # `answer_limits` is empty, or a pattern of supported answers and advice for other answers
             config_answer = env.get(answer_variable)
             is_group_enabled = switch_variable == "always" or is_on(switch_variable, env)
             is_answer_overridden = answer_key == "mixed_precision" and precision
@@ -68,6 +69,7 @@ def check_launch_config(
                 continue
             answer_pattern, answer_advice = answer_limits
             if not re.fullmatch(answer_pattern, config_answer, re.IGNORECASE):
+                # Some keys already include the unsupported answer
                 refuse(answer_key if ": " in answer_key else f"{answer_key}: {config_answer}", answer_advice)
     _check_single_job(env)
     if is_on("ACCELERATE_USE_PARALLELISM_CONFIG", env):
@@ -102,9 +104,10 @@ def _check_single_job(env: Mapping[str, str]) -> None:
     """
     if int(env.get("LOCAL_RANK", "-1")) >= 0:
         return
-    single_process_values = {"WORLD_SIZE": "1", "RANK": "0"}
-    if any(env.get(variable, value) != value for variable, value in single_process_values.items()):
-        assignments = " and ".join(f"{name}={env[name]}" for name in single_process_values if name in env)
+    single_process_env = {"WORLD_SIZE": "1", "RANK": "0"}
+    if any(env.get(variable, own_value) != own_value for variable, own_value in single_process_env.items()):
+        set_variables = [variable for variable in single_process_env if variable in env]
+        assignments = " and ".join(f"{variable}={env[variable]}" for variable in set_variables)
         raise ValueError(
             f"the environment contains {assignments} but not LOCAL_RANK,"
             " so this process would train alone on part of each batch."
@@ -118,6 +121,7 @@ def _check_single_job(env: Mapping[str, str]) -> None:
 
 
 def _check_parallelism_sizes(env: Mapping[str, str], process_count: int) -> None:
+    """Raise ValueError if hybrid sharding's replicas and shards do not match the number of processes."""
     replica_count = int(env.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
     shard_count = int(env.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1"))
     if shard_count == 1 or replica_count * shard_count != process_count:
@@ -129,6 +133,7 @@ def _check_parallelism_sizes(env: Mapping[str, str], process_count: int) -> None
 
 
 def _check_launcher(env: Mapping[str, str], deepspeed_config_file: str) -> None:
+    """Raise ValueError if --deepspeed_config is used without a launcher, or with a config's strategy."""
     if "LOCAL_RANK" not in env:
         raise ValueError(
             f"--deepspeed_config {deepspeed_config_file} requires a launcher."
@@ -142,7 +147,8 @@ def _check_launcher(env: Mapping[str, str], deepspeed_config_file: str) -> None:
 
 
 def _check_deepspeed_answers(env: Mapping[str, str], json_path: str) -> None:
-    if json_path == "none":
+    """Raise ValueError for DeepSpeed answers that contradict each other or repeat keys of the JSON file."""
+    if json_path == "none":  # the accelerate config refers to no JSON file
         zero_stage = env.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
         if zero_stage != "3" and env.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none") != "none":
             refuse(
@@ -209,7 +215,11 @@ def _read_deepspeed_config(setting_name: str, json_path: str, precision: str | N
 
 
 def _unsupported_keys(json_section: dict[str, Any], section_name: str) -> Iterator[str]:
-    """Yield each unsupported key in a section, followed by advice."""
+    """Yield each unsupported key in a section of the DeepSpeed JSON, followed by advice.
+
+    `section_name` is "" for the top level of the JSON.
+    """
+    # Each item in supported.yaml contains several keys, separated by spaces
     known_keys = " ".join(supported_settings()["deepspeed"][section_name]).split()
     advice_by_key = supported_settings()["deepspeed_advice"]
     for json_key, setting in json_section.items():
@@ -229,16 +239,23 @@ def _is_all_auto(script_section: Any) -> bool:
     has_other_type = script_section.get("type", "AdamW") not in ("Adam", "AdamW", "WarmupLR", "WarmupDecayLR")
     if not section_parameters or has_other_type:
         return False
+    # Booleans such as `adam_w_mode` select an implementation, not a hyperparameter
     return all(setting == "auto" or isinstance(setting, bool) for setting in section_parameters)
 
 
 def replace_auto_values(deepspeed_config: dict[str, Any]) -> list[str]:
-    """Replace the remaining "auto" values in a DeepSpeed config in place, and return remarks for the user."""
+    """Replace the remaining "auto" values in a DeepSpeed config in place, and return remarks for the user.
+
+    This function also removes the optimizer and scheduler sections, because the script creates both objects.
+    """
     remarks = []
     removed_sections = [section for section in SCRIPT_SECTIONS if deepspeed_config.pop(section, None)]
     if removed_sections:
-        names = " and ".join(removed_sections)
-        remarks.append(f'using the script\'s {names}, because the DeepSpeed config sets {names} to "auto"')
+        section_names = " and ".join(removed_sections)
+        remarks.append(
+            f"using the script's {section_names},"
+            f' because the DeepSpeed config sets {section_names} to "auto"'
+        )
     zero_section = deepspeed_config.get("zero_optimization", {})
     auto_keys = [key for key, setting in zero_section.items() if setting == "auto"]
     if auto_keys:
@@ -256,6 +273,7 @@ def replace_auto_values(deepspeed_config: dict[str, Any]) -> list[str]:
 
 
 def _check_precisions(deepspeed_config: dict[str, Any], json_path: str, precision: str | None) -> None:
+    """Raise ValueError if the DeepSpeed JSON's precisions contradict each other or --mixed_precision."""
     enabled_by_precision = _enabled_by_precision(deepspeed_config)
     bf16_section = deepspeed_config.get("bf16") or {}
     engine_keys = [key for key in bf16_section if key not in ("enabled", "check_grad_overflow")]
@@ -298,7 +316,7 @@ def _enabled_by_precision(deepspeed_config: dict[str, Any]) -> dict[str, bool]:
 
 
 def disable_ineffective_answers(is_rehearsal: bool) -> list[str]:
-    """Disable answers that have no effect in this job. Return a remark about each disabled answer."""
+    """Disable ineffective answers in this process's environment. Return a remark about each answer."""
     reason_by_key = {"fsdp_cpu_ram_efficient_loading": "this key affects only models that Transformers loads"}
     if is_rehearsal:
         reason_by_key["fsdp_offload_params"] = "the parameters are already on the CPU in a rehearsal"

@@ -17,6 +17,7 @@ The following terms describe a parameter, or optimizer state with the parameter'
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -62,9 +63,10 @@ class ParameterLayout:
             name: parameter for name, parameter in all_parameters.items() if not parameter.requires_grad
         }
         # Local fp32 tensors, in the order of self.local_states()
-        self.local_tensors = [to_local(state_key.detach()) for state_key in self._state_keys()]
+        self.local_tensors = [to_local(state_key.detach()) for state_key in self._state_key_tensors()]
         self.script_optimizer = self._script_optimizer()  # the optimizer that the script created
         self.piece_of = {name: self._piece_of(parameter) for name, parameter in all_parameters.items()}
+        # Each parameter group's settings before the first step, for changed_groups()
         self.initial_settings = copy.deepcopy(
             [group_settings(parameter_group) for parameter_group in self.script_optimizer.param_groups]
         )
@@ -74,12 +76,13 @@ class ParameterLayout:
         return {name: self._whole_shape(parameter) for name, parameter in self.parameters.items()}
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return the model's buffers, such as BatchNorm's statistics, by name.
+        """Return the model's persistent buffers, such as BatchNorm's statistics, by name.
 
         Buffers may differ between ranks. Rank 0's buffers are authoritative.
         """
         parameter_by_name = {**self.parameters, **self.frozen_parameters}
         parameter_ids = {id(parameter) for parameter in parameter_by_name.values()}
+        # keep_vars=True returns the parameter objects themselves, whose IDs are compared below
         tensor_by_name = self.module.state_dict(keep_vars=True)
         # After a forward pass, FSDP2 may expose a gathered parameter instead of the original object (pytorch
         # #144289). Therefore, this code also compares names.
@@ -94,7 +97,10 @@ class ParameterLayout:
         return {name: self._whole_shape(parameter) for name, parameter in self.frozen_parameters.items()}
 
     def named_pieces(self, local_tensors: LocalTensors) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and this process's piece of each trained parameter that has this state."""
+        """Yield the name and this process's piece of each trained parameter, as views of the local tensors.
+
+        Parameters whose entry in `local_tensors` is None are skipped.
+        """
         for tensor, parameter_names in zip(local_tensors, self.parameter_names_by_tensor(), strict=True):
             if tensor is None:
                 continue
@@ -111,11 +117,13 @@ class ParameterLayout:
     def fill_pieces(
         self, own_pieces: Iterable[tuple[str, Tensor]], get_whole: Callable[[str], Tensor]
     ) -> None:
-        """Fill this process's pieces from whole tensors. All processes must use the same name order.
+        """Copy this process's part of each whole tensor into its pieces, in place.
 
         Args:
-            own_pieces: Names and pieces, from named_pieces() or frozen_pieces().
-            get_whole: Function that maps a name to the whole tensor on the device.
+            own_pieces: Names and pieces, from named_pieces() or frozen_pieces(). All processes must use the
+                same name order.
+            get_whole: Function that maps a name to the whole tensor on the device. The function may be
+                collective.
         """
         for parameter_name, own_piece in own_pieces:
             piece = self.piece_of[parameter_name]
@@ -123,7 +131,10 @@ class ParameterLayout:
             own_piece.copy_(whole_piece.view(own_piece.shape))
 
     def sync_model(self) -> None:
-        """Make changes in self.local_tensors visible to the next forward pass. This method is collective."""
+        """Make changes in self.local_tensors visible to the next forward pass. This method is collective.
+
+        The base class does nothing, because its local tensors are the model's parameters.
+        """
 
     def parameter_names_by_group(self) -> list[list[str]]:
         """Return the trained parameters' names in each of the optimizer's parameter groups."""
@@ -134,38 +145,41 @@ class ParameterLayout:
 
         The state is empty before the optimizer's first step.
         """
-        return [innermost_optimizer(self.script_optimizer).state.get(key, {}) for key in self._state_keys()]
+        state_by_key = innermost_optimizer(self.script_optimizer).state
+        return [state_by_key.get(state_key, {}) for state_key in self._state_key_tensors()]
 
     def shaped_state(self) -> dict[str, LocalTensors]:
-        """Return the state tensors shaped like the local tensors, by state name such as `exp_avg`."""
-        state_keys, states = self._state_keys(), self.local_states()
-        keys_and_states = list(zip(state_keys, states, strict=True))
-        state_names = {name for key, state in keys_and_states for name in shaped_entries(state, key)}
+        """Return the optimizer's state tensors shaped like the local tensors, by name such as `exp_avg`.
+
+        The tensors are not copied. An entry is None if the optimizer keeps no such state for a local tensor.
+        """
+        keys_and_states = list(zip(self._state_key_tensors(), self.local_states(), strict=True))
+        state_names = {
+            name for state_key, state in keys_and_states for name in shaped_entries(state, state_key)
+        }
         return {
             state_name: [
-                to_local(state[state_name]) if _has_shape(state.get(state_name), key) else None
-                for key, state in keys_and_states
+                to_local(state[state_name]) if _has_shape(state.get(state_name), state_key) else None
+                for state_key, state in keys_and_states
             ]
             for state_name in sorted(state_names)
         }
 
     def other_state(self) -> dict[str, dict[str, Any]]:
-        """Return all other state as {parameter: {name: scalar or whole tensor}}.
+        """Return the optimizer state outside shaped_state() as {parameter: {name: scalar or whole tensor}}.
 
         This method is collective.
         """
         shaped_names = self.shaped_state().keys()
         state_by_parameter: dict[str, dict[str, Any]] = {}
         names_by_tensor = self.parameter_names_by_tensor()
-        keys_and_states = zip(self._state_keys(), self.local_states(), strict=True)
-        for (key, state), parameter_names in zip(keys_and_states, names_by_tensor, strict=True):
+        keys_and_states = zip(self._state_key_tensors(), self.local_states(), strict=True)
+        for (state_key, state), parameter_names in zip(keys_and_states, names_by_tensor, strict=True):
             for parameter_name in parameter_names:
                 state_by_parameter[parameter_name] = {
-                    state_name: state_value.full_tensor()
-                    if hasattr(state_value, "full_tensor")
-                    else state_value
+                    state_name: _to_whole(state_value)
                     for state_name, state_value in sorted(state.items())
-                    if not (state_name in shaped_names and _has_shape(state_value, key))
+                    if not (state_name in shaped_names and _has_shape(state_value, state_key))
                 }
         return state_by_parameter
 
@@ -174,34 +188,38 @@ class ParameterLayout:
         return changed_settings(self.script_optimizer.param_groups, self.initial_settings)
 
     def make_state(self, state_name: str, dtype_of: dict[str, torch.dtype]) -> LocalTensors:
-        """Create zero-filled state tensors shaped like the local tensors.
+        """Create zero-filled tensors shaped like the local tensors in the optimizer's state, and return them.
 
         Args:
             state_name: Name of the state.
             dtype_of: The state's dtype for each parameter that has this state.
         """
         state_tensors: list[Tensor | None] = []
-        for key, parameter_names in zip(self._state_keys(), self.parameter_names_by_tensor(), strict=True):
+        names_by_tensor = self.parameter_names_by_tensor()
+        for state_key, parameter_names in zip(self._state_key_tensors(), names_by_tensor, strict=True):
+            # The parameters in a flat partition share one state tensor, and therefore its dtype
             state_dtype = next((dtype_of[name] for name in parameter_names if name in dtype_of), None)
-            state_tensor = None if state_dtype is None else torch.zeros_like(key, dtype=state_dtype)
+            state_tensor = None if state_dtype is None else torch.zeros_like(state_key, dtype=state_dtype)
             if state_tensor is not None:
-                self._set_state(key, state_name, state_tensor)
+                self._set_state(state_key, state_name, state_tensor)
             state_tensors.append(to_local(state_tensor))
         return state_tensors
 
     def put_state(self, parameter: str, state_name: str, value: Any) -> None:
         """Set a parameter's state to a scalar, or to a tensor that already has the strategy's layout."""
-        key_by_parameter = {
-            name: key
-            for key, parameter_names in zip(self._state_keys(), self.parameter_names_by_tensor(), strict=True)
+        names_by_tensor = self.parameter_names_by_tensor()
+        state_key_by_parameter = {
+            name: state_key
+            for state_key, parameter_names in zip(self._state_key_tensors(), names_by_tensor, strict=True)
             for name in parameter_names
         }
-        self._set_state(key_by_parameter[parameter], state_name, value)
+        self._set_state(state_key_by_parameter[parameter], state_name, value)
 
     def arrangements(self) -> list[Arrangement]:
         """Return functions that map a group's whole parameters to one process's shards or flat partition.
 
-        If the strategy does not shard parameters, the result is [].
+        Before training, the optimizer trial applies these functions to small copies of the parameters. If the
+        strategy does not shard parameters, the result is [].
         """
         return []
 
@@ -210,10 +228,12 @@ class ParameterLayout:
         return True
 
     def _set_state(self, state_key: Tensor, state_name: str, state_value: Any) -> None:
+        """Set one entry of the optimizer's state."""
         state_by_key = innermost_optimizer(self.script_optimizer).state
         state_by_key.setdefault(state_key, {})[state_name] = state_value
 
     def _script_optimizer(self) -> Optimizer:
+        """Return the optimizer that the script created, which a strategy may have wrapped."""
         return self.optimizer
 
     def parameter_names_by_tensor(self) -> list[list[str]]:
@@ -221,17 +241,19 @@ class ParameterLayout:
         return [[name] for name in self.parameters]
 
     def _names_in_groups(self, parameter_groups: list[list[Tensor]]) -> list[list[str]]:
+        """Return the names of the trained parameters in each group. Other tensors are skipped."""
         name_by_id = {id(parameter): name for name, parameter in self.parameters.items()}
         return [
             [name_by_id[id(parameter)] for parameter in parameter_group if id(parameter) in name_by_id]
             for parameter_group in parameter_groups
         ]
 
-    def _state_keys(self) -> list[Tensor]:
+    def _state_key_tensors(self) -> list[Tensor]:
+        """Return the tensors that are the keys of the optimizer's state, one per local tensor."""
         return list(self.parameters.values())
 
     def _whole_shape(self, parameter: Any) -> tuple[int, ...]:
-        return tuple(parameter.shape)
+        return tuple(parameter.shape)  # a DTensor's shape is the whole tensor's
 
     def _piece_of(self, parameter: Any) -> Piece:
         """Return this process's piece of a parameter."""
@@ -258,14 +280,20 @@ class _ShardedLayout(ParameterLayout):
         return Piece(start_row * row_numel, min(rows_per_rank, row_count - start_row) * row_numel)
 
     def arrangements(self) -> list[Arrangement]:
+        """Return one function that shards whole tensors like the model's first parameter."""
         first_dtensor = next(iter(self.parameters.values()))
-        return [lambda whole_tensors: [_distributed_like(first_dtensor, tensor) for tensor in whole_tensors]]
+
+        def shard(whole_tensors: list[Tensor]) -> list[Tensor]:
+            return [_distributed_like(first_dtensor, whole_tensor) for whole_tensor in whole_tensors]
+
+        return [shard]
 
     def sync_model(self) -> None:
+        """Discard gathered copies of the parameters, which FSDP2 keeps after an evaluation."""
         from torch.distributed.fsdp import FSDPModule
 
         for module in self.module.modules():
-            if isinstance(module, FSDPModule):  # gathered copies exist after an evaluation
+            if isinstance(module, FSDPModule):
                 module.reshard()
 
 
@@ -276,28 +304,32 @@ class _ZeroLayout(ParameterLayout):
     has_flat_partitions = True
 
     def parameter_names_by_group(self) -> list[list[str]]:
-        return self.parameter_names_by_tensor()
+        return self.parameter_names_by_tensor()  # ZeRO-1 and ZeRO-2 keep one flat partition per group
 
     def arrangements(self) -> list[Arrangement]:
-        return [lambda tensors: _flat_partition(tensors, 0), lambda tensors: _flat_partition(tensors, 1)]
+        """Return one function for each of two processes."""
+        return [partial(_flat_partition, partition_index=partition_index) for partition_index in range(2)]
 
     def sync_model(self) -> None:
+        """Copy the fp32 master weights into the model's weights, and gather them from all ranks."""
         self.optimizer.update_lp_params()
 
     def _piece_of(self, parameter: Any) -> Piece:
+        """Return the fragment of a parameter in this process's flat partition."""
         if not parameter.requires_grad:
             return super()._piece_of(parameter)
         fragment = deepspeed_.parameter_fragment(parameter)
+        # Without a fragment, this process's flat partition contains no part of the parameter
         return Piece(*fragment) if fragment else Piece(0, 0)
 
     def _script_optimizer(self) -> Optimizer:
-        return self.optimizer.optimizer
+        return self.optimizer.optimizer  # inside DeepSpeed's optimizer
 
     def parameter_names_by_tensor(self) -> list[list[str]]:
-        return self._names_in_groups(self.optimizer.bit16_groups)
+        return self._names_in_groups(self.optimizer.bit16_groups)  # the model's parameters in any format
 
-    def _state_keys(self) -> list[Tensor]:
-        return list(self.optimizer.single_partition_of_fp32_groups)
+    def _state_key_tensors(self) -> list[Tensor]:
+        return list(self.optimizer.single_partition_of_fp32_groups)  # this rank's master weights
 
 
 class _Zero3Layout(_ZeroLayout):
@@ -307,46 +339,51 @@ class _Zero3Layout(_ZeroLayout):
     """
 
     def _whole_shape(self, parameter: Any) -> tuple[int, ...]:
-        return tuple(parameter.ds_shape)
+        return tuple(parameter.ds_shape)  # a partitioned parameter's own shape is (0,)
 
     def frozen_pieces(self) -> Iterator[tuple[str, Tensor]]:
         for parameter_name, parameter in self.frozen_parameters.items():
+            # The last partition ends with padding
             yield parameter_name, parameter.ds_tensor[: self.piece_of[parameter_name].length]
 
     def parameter_names_by_group(self) -> list[list[str]]:
+        # DeepSpeed divides each parameter group into sub-groups, each with its own flat partition
         names_by_group: list[list[str]] = [[] for _ in self.script_optimizer.param_groups]
         for sub_group_index, parameter_names in enumerate(self.parameter_names_by_tensor()):
             names_by_group[self.optimizer.sub_group_to_group_id[sub_group_index]] += parameter_names
         return names_by_group
 
     def is_stepped_in_one_call(self) -> bool:
-        return len(self._state_keys()) == 1  # DeepSpeed calls step() once per partition
+        return len(self._state_key_tensors()) == 1  # DeepSpeed calls step() once per flat partition
 
     def sync_model(self) -> None:
-        deepspeed_.end_zero3_step(self.optimizer, len(self._state_keys()))
+        """Copy the fp32 master weights into the model's partitioned weights."""
+        deepspeed_.end_zero3_step(self.optimizer, len(self._state_key_tensors()))
 
     def _piece_of(self, parameter: Any) -> Piece:
+        """Return this process's partition of a parameter, without padding."""
         partition_size = parameter.ds_tensor.ds_numel
         start = min(parameter.ds_numel, partition_size * deepspeed_.partition_rank(self.optimizer, parameter))
         partition_offset = 0  # placeholder offset for frozen parameters, which are in no partition
         if parameter.requires_grad:
+            # Values: index of the sub-group, offset in its flat partition, number of elements
             _, partition_offset, _ = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
         return Piece(start, min(partition_size, parameter.ds_numel - start), partition_offset)
 
     def parameter_names_by_tensor(self) -> list[list[str]]:
-        return self._names_in_groups(self.optimizer.fp16_groups)
+        return self._names_in_groups(self.optimizer.fp16_groups)  # the model's parameters in any format
 
-    def _state_keys(self) -> list[Tensor]:
-        return list(self.optimizer.fp32_partitioned_groups_flat)
+    def _state_key_tensors(self) -> list[Tensor]:
+        return list(self.optimizer.fp32_partitioned_groups_flat)  # this rank's master weights
 
 
 def layout_of(model: nn.Module, optimizer: AcceleratedOptimizer) -> ParameterLayout:
     """Return the layout of a model and an optimizer, both returned by accelerator.prepare."""
     wrapped_optimizer = optimizer.optimizer
-    if type(wrapped_optimizer).__module__.startswith("deepspeed"):
+    if type(wrapped_optimizer).__module__.startswith("deepspeed"):  # does not import DeepSpeed
         is_stage_3 = hasattr(wrapped_optimizer, "fp32_partitioned_groups_flat")
         return _Zero3Layout(model, optimizer) if is_stage_3 else _ZeroLayout(model, optimizer)
-    if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
+    if any(hasattr(parameter, "to_local") for parameter in model.parameters()):  # FSDP2's DTensors
         return _ShardedLayout(model, optimizer)
     return ParameterLayout(model, optimizer)
 
@@ -362,21 +399,27 @@ def innermost_optimizer(optimizer: Optimizer) -> Optimizer:
     return innermost_optimizer(inner_optimizers[0]) if is_wrapper else optimizer
 
 
-def shaped_entries(state: dict[str, Any], key: Tensor) -> dict[str, Tensor]:
-    """Return the state tensors shaped like their parameter.
+def shaped_entries(state: dict[str, Any], state_key: Tensor) -> dict[str, Tensor]:
+    """Return the entries of one parameter's optimizer state that are tensors shaped like the parameter.
 
-    The state of a scalar parameter is excluded, because a scalar shape is ambiguous.
+    Args:
+        state: The parameter's entries, by name such as `exp_avg`.
+        state_key: The parameter. For a scalar parameter, the result is {}, because other scalars have the
+            same shape.
     """
-    return {state_name: entry for state_name, entry in state.items() if key.ndim and _has_shape(entry, key)}
+    if not state_key.ndim:
+        return {}
+    return {state_name: entry for state_name, entry in state.items() if _has_shape(entry, state_key)}
 
 
-def group_settings(group: dict[str, Any]) -> dict[str, Any]:
+def group_settings(parameter_group: dict[str, Any]) -> dict[str, Any]:
     """Return the parameter group's settings that a checkpoint stores.
 
     A checkpoint stores neither the parameters nor the learning rate, which the script sets. It also omits
     `capturable`, which only step graphs on a GPU need, and which other devices reject.
     """
-    return {name: setting for name, setting in group.items() if name not in ("params", "lr", "capturable")}
+    omitted_names = ("params", "lr", "capturable")
+    return {name: setting for name, setting in parameter_group.items() if name not in omitted_names}
 
 
 def changed_settings(
@@ -408,20 +451,28 @@ def to_local(value: Any) -> Any:
     return value.to_local() if hasattr(value, "to_local") else value
 
 
+def _to_whole(value: Any) -> Any:
+    """Gather a DTensor's whole tensor from all ranks. Return any other value unchanged."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
 def _distributed_like(reference_tensor: Any, whole_tensor: Tensor) -> Any:
     """Return the whole tensor as a DTensor with the reference DTensor's sharding and device."""
     from torch.distributed.tensor import distribute_tensor
 
+    # With src_data_rank=None, each rank slices its own whole tensor, without communication
     return distribute_tensor(
         whole_tensor, reference_tensor.device_mesh, reference_tensor.placements, src_data_rank=None
     ).to(reference_tensor.to_local().device)
 
 
 def _has_shape(state_value: Any, parameter: Tensor) -> bool:
+    """Return True if the state value is a tensor shaped like the parameter."""
     return isinstance(state_value, Tensor) and state_value.shape == parameter.shape
 
 
 def _are_identical(first: Any, second: Any) -> bool:
+    """Return True if two settings have the same type and equal values."""
     if isinstance(first, Tensor) or isinstance(second, Tensor):
         return isinstance(first, Tensor) and isinstance(second, Tensor) and torch.equal(first, second)
     return type(first) is type(second) and first == second

@@ -35,10 +35,12 @@ class Precision:
 def settle_precision(
     accelerator: Accelerator, mixed_precision: str, is_from_deepspeed: bool, grad_compression: str
 ) -> Precision:
-    """Make FSDP2 and ZeRO compute like a single process. Call this function before wrap() adds autocast.
+    """Choose the floating-point formats, and make FSDP2 and ZeRO compute like a single process.
+
+    Call this function before wrap() adds autocast.
 
     Args:
-        accelerator: The Accelerator, which this function changes.
+        accelerator: The Accelerator, whose FSDP2 or DeepSpeed settings this function changes.
         mixed_precision: no, bf16 or fp16.
         is_from_deepspeed: True if a DeepSpeed JSON selects mixed_precision and thereby DeepSpeed's own mode.
         grad_compression: Floating-point format in which DDP exchanges gradients, or no. A single process
@@ -54,12 +56,13 @@ def settle_precision(
         accelerator.state.fsdp_plugin.mixed_precision_policy = None
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         deepspeed_config = accelerator.state.deepspeed_plugin.deepspeed_config
+        # By default, DeepSpeed would exchange gradients in the weights' half precision
         gradient_reduction = deepspeed_config.get("communication_data_type") or "fp32"
         deepspeed_config["communication_data_type"] = gradient_reduction
         if mixed_precision == "fp16" or (mixed_precision == "bf16" and is_from_deepspeed):
             half_precision = "weights"
         elif mixed_precision == "bf16":
-            deepspeed_config["bf16"] = {"enabled": False}
+            deepspeed_config["bf16"] = {"enabled": False}  # wrap() adds autocast instead
         if deepspeed_config.get("bf16", {}).get("enabled"):
             # With True, DeepSpeed would wait for the device, and silently skip steps with non-finite
             # gradients.
@@ -76,7 +79,7 @@ def settle_precision(
 
 
 def autocast_forward(accelerator: Accelerator, model: nn.Module) -> None:
-    """Make the model's forward pass use autocast and return fp32 outputs, like Accelerate does for DDP."""
+    """Replace the model's forward() with one under autocast that returns fp32, as Accelerate does for DDP."""
     half_dtype = HALF_DTYPES.get(accelerator.precision.mixed_precision)
     autocast = torch.autocast(accelerator.device.type, half_dtype, enabled=half_dtype is not None)
     model.forward = convert_outputs_to_fp32(autocast(model.forward))
@@ -93,7 +96,11 @@ def input_dtype(accelerator: Accelerator) -> torch.dtype | None:
 
 
 def chosen_precision(precision_flag: str | None) -> str:
-    """Return the precision from the flag, the launcher, or the device's bf16 support, in this order."""
+    """Return the precision from the flag, the launcher, or the device's bf16 support, in this order.
+
+    If the device does not support the launcher's bf16 natively, the result is fp32 or fp16 instead. Rank 0
+    logs a remark if the precision is slow or may be unexpected.
+    """
     launcher_precision = os.environ.get("ACCELERATE_MIXED_PRECISION")
     remark = ""
     precision_in_command = (
@@ -149,7 +156,7 @@ def launch_command_precision() -> str | None:
     parent_process, *_ = ancestors()
     if not parent_process.launcher_name().startswith("accelerate"):
         return None
-    precision_flag_value = parent_process.flag_value("mixed[_-]precision")
+    precision_flag_value = parent_process.flag_value("mixed[_-]precision")  # the flag has two spellings
     return precision_flag_value if precision_flag_value in ("no", *HALF_DTYPES) else ""
 
 
@@ -161,7 +168,7 @@ def on_gpu() -> bool:
 def has_native_bf16() -> bool:
     """Return True if the job's device supports bf16 natively."""
     if on_gpu():
-        return torch.cuda.get_device_capability() >= (8, 0)
+        return torch.cuda.get_device_capability() >= (8, 0)  # Ampere or newer
     return has_bf16_instructions()
 
 

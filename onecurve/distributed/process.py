@@ -63,14 +63,16 @@ def entry(recipe_class: type[RecipeType]) -> Callable[[MainFunction[RecipeType]]
 
 
 def run_process(run_main: Callable[[], None]) -> NoReturn:
-    """Call run_main(), and then exit the process. Inside another program, raise SystemExit instead.
+    """Call run_main(), report its error, and exit the process.
+
+    Inside another program such as a debugger, restore the signal handlers and raise SystemExit instead.
 
     The exit status is 0 after success, 1 after an error, 130 after Ctrl-C, and 75 after a preemption. User
     errors are printed on one line, and other errors with a traceback.
     """
     exit_status = 0
     owns_process = _owns_process()
-    settle_environment()
+    settle_environment()  # sets the umask
     if owns_process:
         sys.stdout = _ignore_write_errors(sys.stdout)
         sys.stderr = _ignore_write_errors(sys.stderr)
@@ -126,6 +128,7 @@ def run_process(run_main: Callable[[], None]) -> NoReturn:
 
 def _owns_process() -> bool:
     """Return False if IPython's %run, a debugger, a profiler or `python -i` runs the script."""
+    # The command line without the interpreter and its options
     script_command = list(itertools.dropwhile(lambda argument: argument.startswith("-"), sys.orig_argv[1:]))
     return is_launched() or (script_command == sys.argv and not sys.flags.inspect)
 
@@ -134,6 +137,7 @@ class _ForgivingOutput(io.FileIO):
     """File that ignores write errors, because training must not fail in a print statement."""
 
     def write(self, encoded: Any, /) -> int:
+        """Write the bytes. If the write fails, drop them and report success."""
         with contextlib.suppress(OSError):
             return super().write(encoded)
         return len(encoded)

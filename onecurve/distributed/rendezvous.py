@@ -45,7 +45,7 @@ def choose_gloo_interface() -> None:
     if interface_error:
         raise ValueError(interface_error)
     is_one_host = world_size() == processes_per_host()
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError):  # without a route, the variable stays unset
         interface_name, own_address = interface_to("127.0.0.1" if is_one_host else os.environ["MASTER_ADDR"])
         # On the master itself, its name may resolve to a loopback address. In this case, the variable stays
         # unset, and gloo chooses an interface.
@@ -61,6 +61,8 @@ def backend() -> str:
 def create_group_in_agents_store(timeout_s: int) -> None:
     """Create the process group in the torchrun agent's store, with a key prefix for this attempt.
 
+    If torchrun does not share its agent's store or the job has one process, this function does nothing.
+
     torch 2.15 keeps the agent's store across restarts, including the addresses of dead processes (pytorch
     #167302). Each agent counts restarts separately, and the counts may differ (pytorch #135712). Therefore,
     rank 0 chooses a name for the attempt and passes it to each rank in a handshake.
@@ -74,14 +76,17 @@ def create_group_in_agents_store(timeout_s: int) -> None:
     else:
         attempt_name = _receive_attempt_name(store, own_rank, timeout_s)
     store = dist.PrefixStore(attempt_name, store)
-    # gloo sums the norms of offloaded shards
+    # gloo sums the norms of shards that are offloaded to the CPU
     offloads_from_gpu = is_on("FSDP_OFFLOAD_PARAMS") and backend() == "nccl"
     backends = "cuda:nccl,cpu:gloo" if offloads_from_gpu else backend()
     dist.init_process_group(backends, store=store, rank=own_rank, world_size=process_count, timeout=timeout)
 
 
 def _publish_attempt_name(store: dist.Store, process_count: int) -> str:
-    """Publish a new attempt's name as rank 0, and answer each rank that has read it."""
+    """Publish a new attempt's name as rank 0, and answer each rank that has read it.
+
+    This function waits for all ranks. Each rank's answer is named after the rank's random token.
+    """
     attempt_name = uuid.uuid4().hex
     store.set("attempt", attempt_name)
     for other_rank in range(1, process_count):
@@ -91,7 +96,7 @@ def _publish_attempt_name(store: dist.Store, process_count: int) -> str:
 
 
 def _receive_attempt_name(store: dist.Store, own_rank: int, timeout_s: int) -> str:
-    """Return the attempt's name on a rank other than 0, after rank 0 has answered.
+    """Wait for rank 0's answer on another rank, and return the attempt's name.
 
     Rank 0 does not answer ranks that have read an earlier attempt's name.
     """
@@ -104,7 +109,7 @@ def _receive_attempt_name(store: dist.Store, own_rank: int, timeout_s: int) -> s
             if store.check([f"{attempt_name}/heard/{handshake_token}"]):
                 return attempt_name
             if store.get("attempt").decode() != attempt_name:
-                break
+                break  # the name was an earlier attempt's
             time.sleep(0.02)
     raise ValueError(
         f"rank 0 did not answer within {timeout_s} s. Check the output of rank 0, or increase --timeout_s."
@@ -128,6 +133,7 @@ def current_host_count() -> int:
 
     Hosts may run different numbers of processes.
     """
+    # Environment variables of torchrun and of DeepSpeed's launcher
     host_count_text = os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("CROSS_SIZE")
     return int(host_count_text) if host_count_text else max(1, world_size() // processes_per_host())
 
@@ -156,6 +162,8 @@ def max_process_count() -> int:
 def elastic_batch(job: Job) -> Batch:
     """Return the batch arithmetic, with the same micro-batch size regardless of the number of hosts.
 
+    Rank 0 also reports the micro-batch size to launch.py.
+
     The micro-batch size is --per_device_batch_size or, without the flag, one process's share of the batch
     when all hosts are present. With fewer hosts, each process accumulates more micro-batches. If the current
     hosts can't divide the batch evenly, this function waits job.timeout_s seconds for a host to join or
@@ -176,6 +184,7 @@ def elastic_batch(job: Job) -> Batch:
         _report_micro_batch_size(job, batch.per_device)
         return batch
     except ValueError as error:
+        # With size 1, launch.py accepts every number of processes that divides the batch
         _report_micro_batch_size(job, per_device_batch_size or 1)
         if not _torchrun_max_hosts():
             raise
@@ -193,14 +202,14 @@ def elastic_batch(job: Job) -> Batch:
         raise ValueError(f"{error} (numbers of hosts that can train: {host_counts_text})") from None
 
 
-def _report_micro_batch_size(job: Job, per_device: int) -> None:
-    """Report the micro-batch size to launch.py.
+def _report_micro_batch_size(job: Job, micro_batch_size: int) -> None:
+    """Report the micro-batch size from rank 0 to launch.py.
 
     The micro-batch size is the same in all rounds of an elastic job, and determines which host counts can
     train.
     """
     if rank() == 0:
-        report_to_launcher("batch", batch_size=job.batch_size, per_device=per_device)
+        report_to_launcher("batch", batch_size=job.batch_size, per_device=micro_batch_size)
 
 
 def replacement_problem() -> str | None:
@@ -224,7 +233,7 @@ def _torchrun_max_hosts() -> str | None:
     """Return MAX from torchrun's --nnodes=MIN:MAX in the agent's command line, or None without a maximum."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    agent_process, *_ = ancestors()
+    agent_process, *_ = ancestors()  # the torchrun agent is this process's parent
     host_range = agent_process.flag_value("nnodes") or os.environ.get("PET_NNODES", "")
     host_range_match = re.fullmatch(r"\d+:(?P<max>\d+)", host_range)
     return host_range_match["max"] if host_range_match else None

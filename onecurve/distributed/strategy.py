@@ -114,7 +114,7 @@ def refuse_skipped_steps(zero_optimizer: Any) -> None:
 
 
 def keep_strides(model: nn.Module) -> None:
-    """Make FSDP2 pass inputs to its modules with the same strides as in a single process.
+    """Add hooks that keep the strides of FSDP2 modules' inputs the same as in a single process.
 
     FSDP2's pre-forward hook turns inputs into views. For a single channels_last image, the view's strides
     differ from the input's. Convolutions treat such a view as contiguous (pytorch #78611) and add products in
@@ -131,12 +131,13 @@ def keep_strides(model: nn.Module) -> None:
 
     strides_by_module: dict[nn.Module, list[tuple[int, ...]]] = {}
     for module in model.modules():
-        if hasattr(module, "unshard"):
+        if hasattr(module, "unshard"):  # an FSDP2 module, whose own hook runs between these two hooks
             module.register_forward_pre_hook(record_strides, prepend=True, with_kwargs=True)
             module.register_forward_pre_hook(restore_strides, with_kwargs=True)
 
 
 def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Return the tensor itself if it already has these strides, otherwise a view with these strides."""
     return tensor if tensor.stride() == strides else _StridedView.apply(tensor, strides)
 
 
@@ -152,11 +153,16 @@ class _StridedView(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient, None
+        return gradient, None  # no gradient for `strides`
 
 
 def unused_parameters(error: BaseException | None, parameter_names: list[str]) -> list[str]:
-    """Return the parameters that DDP would list in a later step's error about missing gradients."""
+    """Return the parameters that DDP's error about missing gradients lists, or [] for any other error.
+
+    Args:
+        error: The error that ended training, or None.
+        parameter_names: Names of the trained parameters, in DDP's order. DDP's message contains only indices.
+    """
     indices_pattern = r"Parameter indices which did not receive grad for rank \d+: (?P<indices>[\d ]+)"
     error_match = re.search(indices_pattern, str(error))
     unused_indices = error_match["indices"].split() if error_match else []

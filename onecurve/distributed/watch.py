@@ -49,13 +49,14 @@ from onecurve.system.threads import start_daemon
 # Errors printed on one line, without a traceback
 USER_ERROR_TYPES = (ValueError, FloatingPointError, OSError)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-LAUNCHER_ENDED = "its launcher has exited"
+LAUNCHER_ENDED = "its launcher has exited"  # stop reason in messages, instead of a signal's name
 POLL_INTERVAL_S = 0.5  # seconds between checks for signals, and between requests to the store
 MAIN_THREAD_GRACE_S = 1.0  # seconds granted to the main thread to fail first, as it does under gloo
 CLOSE_TIMEOUT_S = 12.0  # seconds granted to the main process to close its files and finish a checkpoint
 REPORT_AT_FRACTION = 0.7  # fraction of the timeout after which the watch reports a waiting collective
 DEATH_DELAY_S = 0.5  # seconds between a dying process's disconnection and its exit
 HEARTBEATS_PER_TIMEOUT = 5  # number of heartbeats per timeout
+HANG_CHECKS_PER_TIMEOUT = 40  # number of checks for a hanging collective per timeout
 REPLAY_GRACE_S = 5.0  # seconds after the timeout before the watch terminates a process with a hanging replay
 
 # Function that closes the run's files and records a failure's error message
@@ -91,7 +92,10 @@ class Watch:
         return self._timeout_s
 
     def start(self, timeout_s: float) -> None:
-        """Start the watch's thread, which terminates the process if a step takes too long after a signal.
+        """Install the signal handlers, and start the thread that watches for signals.
+
+        The thread terminates the process if a step takes too long after a signal. In a launched job, the
+        kernel sends SIGTERM to this process when its parent process dies.
 
         Args:
             timeout_s: Maximum number of seconds between a signal and the end of the current step.
@@ -114,13 +118,17 @@ class Watch:
         threading.Thread(target=self._watch_signals, args=thread_arguments, daemon=True).start()
 
     def ready(self, accelerator: Accelerator) -> None:
-        """From now on, let signals wait for the current step to end, and watch other ranks.
+        """Let signals wait for the current step to end from now on, and start watching other ranks.
 
         This method is collective.
         """
         self._waits_for_step = True
         if accelerator.num_processes > 1:
-            self._other_ranks = _OtherRanks(accelerator, self._timeout_s, lambda text: self._close_run(text))
+
+            def close_run(message: str) -> None:
+                self._close_run(message)  # on_failure() may set this function later
+
+            self._other_ranks = _OtherRanks(accelerator, self._timeout_s, close_run)
             start_daemon(self._other_ranks.poll_store)
 
     def wanted(self) -> bool:
@@ -183,6 +191,7 @@ class Watch:
         stop_detected_at = 0.0
         while True:
             readable_fds, _, _ = select.select([wakeup_read_fd], [], [], POLL_INTERVAL_S)
+            # Each byte is a signal's number
             signal_numbers = os.read(wakeup_read_fd, 64) if readable_fds else b""
             stop_signals = [number for number in signal_numbers if number in STOP_SIGNALS]
             if stop_signals:
@@ -191,7 +200,7 @@ class Watch:
                     report_to_launcher("leaving", why=self._stop_reason)
             elif not all(map(processes.is_alive, launcher_processes)):
                 self._stop_reason = self._stop_reason or LAUNCHER_ENDED
-                launcher_processes = []
+                launcher_processes = []  # nothing left to watch
             if self._other_ranks:
                 self._other_ranks.start_hang_checks()
             if not self._stop_reason:
@@ -223,7 +232,7 @@ class _OtherRanks:
     def __init__(self, accelerator: Accelerator, timeout_s: float, close_run: CloseRun):
         self.accelerator, self.own_rank = accelerator, accelerator.process_index
         self.timeout_s, self.close_run = timeout_s, close_run
-        own_first_rank = self.own_rank - local_rank()
+        own_first_rank = self.own_rank - local_rank()  # first rank on this host, which identifies the host
         own_pid_and_start = (os.getpid(), processes.start_ticks(os.getpid()))
         own_identity = [uuid.uuid4().hex, socket.gethostname(), own_first_rank, *own_pid_and_start]
         identity_by_rank = gather_object([own_identity])
@@ -248,7 +257,7 @@ class _OtherRanks:
     def poll_store(self) -> None:
         """Send heartbeats and answer requests from other ranks until the main thread exits.
 
-        If another rank fails, this method terminates the process.
+        This method runs in a daemon thread. If another rank fails, it terminates the process.
         """
         channel, heartbeat_sent_at = self.poll_channel, 0.0
         while not self.is_exiting:
@@ -303,8 +312,11 @@ class _OtherRanks:
         return interrupt_message or self.dead_sibling_message(self.failure_channel)
 
     def begin_exit(self) -> None:
-        """Reserve the exit for the main thread, and tell other ranks that it is intentional."""
-        self.exit_lock.acquire()
+        """Reserve the exit for the main thread, and tell other ranks that it is intentional.
+
+        If another thread is already terminating this process, the call never returns.
+        """
+        self.exit_lock.acquire()  # never released
         if not self.is_exiting:
             self.is_exiting = True
             self.failure_channel.post(f"{self.exit_key_prefix}/{self.own_rank}", True)
@@ -328,22 +340,29 @@ class _OtherRanks:
         is_user_error = isinstance(error, USER_ERROR_TYPES)
         if not is_user_error:
             own_message = f"{rank_location} failed: {own_message}"
+            # A dead rank may have caused this error. Its death becomes visible with a delay.
             death_deadline = time.monotonic() + DEATH_DELAY_S
             while not (other_failure := self.other_ranks_failure()) and time.monotonic() < death_deadline:
                 time.sleep(0.1)
         first_message = self.failure_channel.store_if_unset(self.failure_key, other_failure or own_message)
         if self.failure_channel.store_error:
-            return error
+            return error  # the store is gone, so the first failure is unknown
         if first_message == own_message:
             report_to_launcher("failed", message=own_message)
-        return error if is_user_error or first_message == own_message else ValueError(first_message)
+        if is_user_error or first_message == own_message:
+            return error
+        return ValueError(first_message)
 
     def start_hang_checks(self) -> None:
-        """Check for hanging collectives and replays. This method does not use the store, which may hang."""
+        """Start threads that check for hanging collectives and end a hanging replay.
+
+        The calling thread does not use the store, which may hang.
+        """
         if self.is_exiting:
             return
         now_s = time.monotonic()
-        if not self.hang_report.is_report_published and now_s - self.hang_checked_at >= self.timeout_s / 40:
+        is_check_due = now_s - self.hang_checked_at >= self.timeout_s / HANG_CHECKS_PER_TIMEOUT
+        if not self.hang_report.is_report_published and is_check_due:
             self.hang_checked_at = now_s
             start_daemon(self.report_long_wait)
         if now.replay and now.replay.age_s > self.timeout_s + REPLAY_GRACE_S:
@@ -371,4 +390,4 @@ def _failure_message(error: Exception) -> str:
     return error_text if isinstance(error, USER_ERROR_TYPES) else f"{type(error).__name__}: {error_text}"
 
 
-watch = Watch()
+watch = Watch()  # this process's only Watch, which other modules import
