@@ -202,7 +202,8 @@ def _read_deepspeed_config(setting_name: str, json_path: str, precision: str | N
         if offload_key == "offload_param" and offload_device != "none" and zero_stage != 3:
             unsupported_entries.append(f"offload_param (requires stage 3, but the stage is {zero_stage})")
     if unsupported_entries:
-        offloads_optimizer = zero_stage != 1 and (zero_section.get("offload_optimizer") or {}).get("device")
+        offload_device = zero_section.get("offload_optimizer", {}).get("device", "none")
+        offloads_optimizer = zero_stage != 1 and offload_device != "none"
         equivalent_file = "a ddp_* config"
         if zero_stage in (1, 2, 3):
             equivalent_file = f"ds_configs/zero{zero_stage}{'_offload' if offloads_optimizer else ''}.json"

@@ -151,6 +151,10 @@ JSONS = [  # Additions to ds_configs/zero2.json. Keys with a dot belong to zero_
         {".cpu_offload": True, ".offload_optimizer": ON_CPU},
         r"cpu_offload .*equivalent to ds_configs/zero2_offload\.json",
     ),
+    (
+        {".cpu_offload": True, ".offload_optimizer": {"device": "none"}},
+        r"cpu_offload .*equivalent to ds_configs/zero2\.json",
+    ),
     ({"bf16": ON, "fp16": ON}, "bf16 and fp16. Enable only one"),
     ({"compile": {"enabled": False}, ".zenflow": None, "tensorboard": {"enabled": False}}, ""),
     ({".offload_optimizer": ON_CPU | {"nvme_path": "/nvme"}}, ""),
