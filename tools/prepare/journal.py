@@ -205,7 +205,7 @@ class Journal:
                 input_change = "the list of classes changed"
             elif earlier_input == current_input:
                 continue
-            # The development kit affects both splits. A part other than val_labels is the split of the same name.
+            # The development kit affects both splits, and val_labels affects val. Any other part is a split.
             affected_split = "val" if part == "val_labels" else part
             if part == "devkit" or affected_split in earlier_journal["splits"]:
                 input_problem = f"{input_change} since the preparation in {self.folder} started"
