@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from onecurve.checkpoint.optimizer_trial import run_optimizer_trial
-from onecurve.distributed.layout import ParameterLayout, _ZeroLayout
+from onecurve.distributed.layout import ParameterLayout
+from onecurve.distributed.zero_layout import ZeroLayout
 from tests.conftest import STRATEGIES, Job, latest, mutate, python, rows_of, run, tensors
 from tests.support.optimizers import CASES
 from train_vit import Vit, build_model, build_optimizer, learning_rate
@@ -188,7 +189,7 @@ def test_vits_schedules():
 class Flat(ParameterLayout):
     """Layout in which the optimizer updates flat partitions, as with ZeRO."""
 
-    partition_name, has_flat_partitions, arrangements = "flat partitions", True, _ZeroLayout.arrangements
+    partition_name, has_flat_partitions, arrangements = "flat partitions", True, ZeroLayout.arrangements
 
 
 @pytest.mark.parametrize(
