@@ -93,7 +93,8 @@ def capture_obstacle(accelerator: JobAccelerator) -> str:
 def keep_segments_out_of_nccl() -> None:
     """Stop NCCL from registering graph memory in expandable segments (pytorch #158029).
 
-    Call this function before the process group is created.
+    If the environment enables expandable segments, this function sets NCCL_GRAPH_REGISTER in the environment,
+    unless the user has set it. Call this function before the process group is created.
     """
     allocator_variables = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     allocator_settings = [os.environ.get(variable, "") for variable in allocator_variables]
@@ -108,8 +109,8 @@ def step_graph(
 
     Call this function after Run.begin. The step must launch the same kernels in every call, and must not
     depend on host values other than learning rates. Fused SGD, Adam and AdamW can read learning rates on the
-    device, with bitwise identical results. With any other optimizer, the decorator returns the step
-    unchanged.
+    device, with bitwise identical results. With any other optimizer, this function disables graphs in the
+    accelerator and prints the reason, and the decorator returns the step unchanged.
     """
     torch_optimizer = optimizer.optimizer
     if accelerator.step_graph and not _reads_rates_on_device(accelerator, torch_optimizer):
@@ -124,19 +125,23 @@ def step_graph(
 
 
 def _reads_rates_on_device(accelerator: JobAccelerator, optimizer: torch.optim.Optimizer) -> bool:
-    is_fused = accelerator.device.type == "cpu" or all(group.get("fused") for group in optimizer.param_groups)
+    """Return True if the optimizer's step can read learning rates from tensors on the device."""
+    # On a CPU, steps are never recorded, so any kernels are possible
+    is_fused_or_on_cpu = accelerator.device.type == "cpu" or all(
+        group.get("fused") for group in optimizer.param_groups
+    )
     # PyTorch's SGD is never fused under FSDP2
     is_sharded_sgd = type(optimizer) is torch.optim.SGD and strategy(accelerator) == "fsdp"
     return (
         type(optimizer) in CAPTURABLE_OPTIMIZERS
-        and innermost_optimizer(optimizer) is optimizer
-        and is_fused
+        and innermost_optimizer(optimizer) is optimizer  # not wrapped, for example by Lookahead
+        and is_fused_or_on_cpu
         and not is_sharded_sgd
     )
 
 
 def make_capturable(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer count steps on the device.
+    """Make the optimizer count steps on the device, because a graph can't update a count on the host.
 
     Step counts loaded from a checkpoint are moved to the device.
     """
@@ -146,7 +151,7 @@ def make_capturable(optimizer: torch.optim.Optimizer) -> None:
             for parameter in parameter_group["params"]:
                 parameter_state = optimizer.state.get(parameter, {})
                 for state_name, state_value in list(parameter_state.items()):
-                    if isinstance(state_value, Tensor) and not state_value.ndim:
+                    if isinstance(state_value, Tensor) and not state_value.ndim:  # a step count is a scalar
                         parameter_state[state_name] = state_value.to(parameter.device)
 
 
@@ -168,15 +173,15 @@ def on_step_stream(accelerator: JobAccelerator) -> Iterator[None]:
 
 
 def free_graphs() -> None:
-    """Free all graphs, because a process group can't be destroyed while a graph contains its collectives.
+    """Free all graphs of this process.
 
-    See pytorch #115388.
+    A process group can't be destroyed while a graph contains its collectives (pytorch #115388).
     """
     for live_step_graph in list(_live_step_graphs):
         live_step_graph.free_shape_graphs()
 
 
-_live_step_graphs: "WeakSet[StepGraph]" = WeakSet()
+_live_step_graphs: "WeakSet[StepGraph]" = WeakSet()  # all objects in this process, for free_graphs()
 
 
 @dataclass
@@ -209,11 +214,12 @@ class StepGraph:
     """
 
     def __init__(self, accelerator: JobAccelerator, optimizer: AcceleratedOptimizer, step: StepFunction):
-        self.accelerator, self.eager_step = accelerator, step
+        self.accelerator = accelerator
+        self.eager_step = step
         self.parameter_groups = optimizer.param_groups
         self.on_gpu = accelerator.device.type == "cuda"
-        # On a GPU, fused optimizers require fp32 learning rates. On a CPU, float64 is as precise as a Python
-        # float.
+        # Learning rates at fixed addresses. On a GPU, fused optimizers require fp32 learning rates. On a CPU,
+        # float64 is as precise as a Python float.
         rate_dtype = torch.float32 if self.on_gpu else torch.float64
         self.device_rates = [
             torch.zeros((), dtype=rate_dtype, device=accelerator.device) for _ in self.parameter_groups
@@ -222,10 +228,10 @@ class StepGraph:
             make_capturable(optimizer.optimizer)
         self.micro_batch_count = accelerator.gradient_accumulation_steps
         self.warm_up_steps = WARM_UP_STEPS[strategy(accelerator)]
-        # Current input shape; with --train_sizes, each size is used once
+        # Graphs for the current input shape only, because --train_sizes uses each size only once
         self.shape_graphs: ShapeGraphs | None = None
         self.replay_count = 0
-        self.gloo_exchange = GlooExchange(watch.timeout_s)
+        self.gloo_exchange = GlooExchange(watch.timeout_s)  # tells all ranks which captures failed
         self.model = cast("Any", accelerator.prepared_model)
         self.has_gathered_parameters = False  # True if FSDP2's modules may contain gathered parameters
         if strategy(accelerator) == "fsdp":
@@ -235,7 +241,10 @@ class StepGraph:
         _live_step_graphs.add(self)
 
     def __call__(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Run the step and return the micro-batch's loss, which is valid until the next call."""
+        """Run one micro-batch's step, and return its loss, which is valid until the next call.
+
+        The step runs eagerly during the warm-up or if graphs are disabled, and as a graph afterwards.
+        """
         micro_batch_index = self.accelerator.step % self.micro_batch_count
         if self.accelerator.step_graph and micro_batch_index == 0:
             self._begin_step(inputs, labels)
@@ -249,6 +258,7 @@ class StepGraph:
             device_rate.fill_(group["lr"])
         if self.shape_graphs.graphs:
             is_last = micro_batch_index == self.micro_batch_count - 1
+            # Index 0 is the first micro-batch's graph, and 1 the graph of all middle micro-batches
             micro_batch_graph = self.shape_graphs.graphs[-1 if is_last else min(micro_batch_index, 1)]
             self._replay(micro_batch_graph)
         else:
@@ -259,7 +269,7 @@ class StepGraph:
         return micro_batch_graph.loss
 
     def free_shape_graphs(self) -> None:
-        """Free the graphs and their memory."""
+        """Free this object's graphs, their input tensors and their memory."""
         self.shape_graphs = None
 
     def _begin_step(self, inputs: Tensor, labels: Tensor) -> None:
@@ -273,28 +283,30 @@ class StepGraph:
                 self._capture_step(self.shape_graphs)
 
     def _run_step(self, shape_graphs: ShapeGraphs, micro_batch_graph: MicroBatchGraph) -> None:
-        """Call the original step with learning rates on the device.
+        """Call the original step with learning rates on the device, and store the loss.
 
-        The loss is detached, because its autograd graph would otherwise still exist during the capture.
+        The optimizer's original learning rates are restored afterwards. The loss is detached, because its
+        autograd graph would otherwise still exist during the capture.
         """
-        learning_rates = [group["lr"] for group in self.parameter_groups]
+        original_rates = [group["lr"] for group in self.parameter_groups]
         for group, device_rate in zip(self.parameter_groups, self.device_rates, strict=True):
             if self.on_gpu or not group.get("foreach"):  # foreach optimizers on a CPU do not accept a tensor
                 group["lr"] = device_rate
         try:
             micro_batch_graph.loss = self.eager_step(shape_graphs.inputs, shape_graphs.labels).detach()
         finally:
-            for group, learning_rate in zip(self.parameter_groups, learning_rates, strict=True):
-                group["lr"] = learning_rate
+            for group, original_rate in zip(self.parameter_groups, original_rates, strict=True):
+                group["lr"] = original_rate
 
     def _replay(self, micro_batch_graph: MicroBatchGraph) -> None:
         """Replay a graph, and make Accelerate count the replay as one micro-batch.
 
-        The watch detects hanging replays.
+        The method also publishes the replay in `now.replay`, where the watch thread detects hanging replays.
         """
         self._reshard()
         self.replay_count += 1
         accelerator_step = self.accelerator.step
+        # The watch observes one replay at a time, until the device has finished it
         pending_replay = now.replay if now.replay and not now.replay.is_done() else None
         tracked_replay = pending_replay or Replay(self.replay_count)
         now.replay = tracked_replay
@@ -303,6 +315,7 @@ class StepGraph:
         micro_batch_graph.replay_graph()
         if not pending_replay:
             tracked_replay.ended = _queued_work_query() if self.on_gpu else lambda: True
+        # Replaying a CUDA graph does not call accelerator.accumulate(), which otherwise counts micro-batches
         self.accelerator.step = accelerator_step + 1
 
     def _capture_step(self, shape_graphs: ShapeGraphs) -> None:
@@ -310,7 +323,8 @@ class StepGraph:
 
         This method is collective.
         """
-        accelerator_step, exact_sum = self.accelerator.step, self.accelerator.exact_sum
+        accelerator_step = self.accelerator.step
+        exact_sum = self.accelerator.exact_sum
         micro_batch_graphs: list[MicroBatchGraph] = []
         capture_error = ""
         memory_pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
@@ -319,6 +333,7 @@ class StepGraph:
         with exact_sum.restoring_counters() if exact_sum else nullcontext():
             try:
                 reserved_bytes_before = _reserved_bytes_without_cache() if self.on_gpu else 0
+                # Capture the first, a middle and the last micro-batch, as far as these differ
                 for micro_batch_index in sorted({0, min(1, last_micro_batch_index), last_micro_batch_index}):
                     self.accelerator.step = accelerator_step + micro_batch_index
                     micro_batch_graph = MicroBatchGraph()
@@ -342,13 +357,16 @@ class StepGraph:
         If the capture fails, this method restores the process's state and raises the error. torch alone would
         leave the stream, the random generator and the allocator in capture mode (pytorch #180395, #190348).
 
+        On a CPU, nothing is recorded or executed.
+
         Returns:
-            A function that replays the recorded kernels.
+            A function that replays the recorded kernels, or run_step on a CPU.
         """
         if not self.on_gpu:
             return run_step
         cuda_graph = torch.cuda.CUDAGraph()
-        device_index, current_stream = torch.cuda.current_device(), torch.cuda.current_stream()
+        device_index = torch.cuda.current_device()
+        current_stream = torch.cuda.current_stream()
         random_generator = torch.cuda.default_generators[device_index]
         generator_state = random_generator.clone_state()
         try:
@@ -365,16 +383,17 @@ class StepGraph:
         return cuda_graph.replay
 
     def _continue_without_graphs(self, error_by_rank: list[str]) -> None:
-        """Disable graphs, and discard the captured gradients, which were never computed.
+        """Disable graphs after a failed capture, so that all later steps run eagerly.
 
-        This method is collective.
+        The method discards the captured gradients, which were never computed, and the state that the capture
+        left in DDP or FSDP2. This method is collective.
 
         Args:
             error_by_rank: Each rank's error message, or "" if the capture succeeded on the rank.
         """
         self.accelerator.step_graph = False
         self.free_shape_graphs()
-        gc.collect()
+        gc.collect()  # frees graphs and tensors that reference cycles keep alive
         for parameter_group in self.parameter_groups:
             for parameter in parameter_group["params"]:
                 parameter.grad = None
@@ -390,7 +409,7 @@ class StepGraph:
             torch_.reset_fsdp_state(self.model)
 
     def _record_forward(self, *_) -> None:
-        """Record that a forward pass outside a graph may have gathered parameters."""
+        """Record that a forward pass outside a graph may have gathered FSDP2 parameters."""
         self.has_gathered_parameters = True
 
     def _reshard(self) -> None:
@@ -407,7 +426,7 @@ class StepGraph:
 
 
 def _capture_error_text(error: Exception) -> str:
-    """Return the first line of the error that caused a capture to fail."""
+    """Return the first line of the error that caused a capture to fail, or the name of its type."""
     cause = error.__context__ or error  # torch's error about an invalid capture hides the cause
     return str(cause).partition("\n")[0] or type(cause).__name__
 
@@ -420,13 +439,16 @@ def _queued_work_query() -> Callable[[], bool]:
 
 
 def _reserved_bytes_without_cache() -> int:
-    """Empty the allocator's cache, and return the reserved device memory in bytes."""
+    """Empty the CUDA allocator's cache, and return the device memory that is still reserved, in bytes."""
     torch.cuda.empty_cache()  # a capture also empties the cache
     return torch.cuda.memory_reserved()
 
 
 def _check_memory_for_evaluations(reserved_bytes_before: int) -> None:
-    """Raise MemoryError if the graphs' memory leaves too little for evaluations."""
+    """Raise MemoryError if the graphs' memory leaves too little for evaluations.
+
+    `reserved_bytes_before` is the memory that the process had reserved before the capture.
+    """
     graph_bytes = torch.cuda.memory_reserved() - reserved_bytes_before
     free_bytes, _ = torch.cuda.mem_get_info()
     if free_bytes < SPARE_MEMORY_FRACTION * graph_bytes:

@@ -109,7 +109,10 @@ def flag(
 
 
 def setting(default: Any, help: str = "", **options: Any) -> Any:
-    """Declare a flag that affects where or how a script runs, but not the trained model. See flag()."""
+    """Declare a flag that affects where or how a script runs, but not the trained model.
+
+    `options` are the other arguments of flag().
+    """
     return flag(default, help, part_of_recipe=False, **options)
 
 
@@ -117,6 +120,7 @@ def setting(default: Any, help: str = "", **options: Any) -> Any:
 def flag_facts_of(recipe_class: type) -> dict[str, FlagFacts]:
     """Return the properties of each flag in a recipe class."""
     facts_by_flag: dict[str, dict[str, Any]] = {}
+    # From base classes to recipe_class, so that a later declaration adds or replaces properties
     for base_class in filter(dataclasses.is_dataclass, reversed(recipe_class.__mro__)):
         for field in dataclasses.fields(base_class):
             facts_by_flag[field.name] = facts_by_flag.get(field.name, {}) | field.metadata["facts"]
@@ -149,17 +153,18 @@ def _parse_flags_by_class(script_path: Path) -> dict[str, dict[str, dict[str, An
 
 
 def _flags_declared_in(class_node: ast.ClassDef) -> dict[str, dict[str, Any]]:
+    """Return {flag: {property: value}} from the calls of flag() and setting() in a class definition."""
     property_names = {"also", *(field.name for field in dataclasses.fields(FlagFacts))}
     properties_by_flag: dict[str, dict[str, Any]] = {}
     for statement in class_node.body:
         if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.value, ast.Call)):
             continue  # not a flag declaration
-        called_function, flag_keywords = ast.unparse(statement.value.func), statement.value.keywords
+        called_function = ast.unparse(statement.value.func)
         if called_function in ("flag", "setting"):
             flag_name = ast.unparse(statement.target)
             properties_by_flag[flag_name] = {
                 flag_keyword.arg: ast.literal_eval(flag_keyword.value)
-                for flag_keyword in flag_keywords
+                for flag_keyword in statement.value.keywords
                 if flag_keyword.arg in property_names
             }
     return properties_by_flag
@@ -167,10 +172,10 @@ def _flags_declared_in(class_node: ast.ClassDef) -> dict[str, dict[str, Any]]:
 
 @cache
 def declared_values(fact_name: str) -> dict[str, Any]:
-    """Return {flag name: property value} for all flags that declare the property in any recipe.
+    """Return {flag name: property value} for all flags that declare the property in any script's recipe.
 
     The result contains both names of a flag with two names. Code that reads recorded runs uses this function,
-    because a run's script may be unknown, outdated or slow to import.
+    because a run's script may be unknown, outdated or slow to import. The scripts are parsed, not imported.
     """
     values_by_flag: dict[str, Any] = {}
     for script_path in (RECIPES_FILE, *sorted(ROOT.glob("train_*.py"))):
@@ -178,12 +183,15 @@ def declared_values(fact_name: str) -> dict[str, Any]:
             for flag_name, flag_properties in properties_by_flag.items():
                 if declared_value := flag_properties.get(fact_name):
                     second_flag, _ = flag_properties.get("also", ("", ""))
-                    values_by_flag |= dict.fromkeys(filter(None, (flag_name, second_flag)), declared_value)
+                    values_by_flag[flag_name] = declared_value
+                    if second_flag:
+                        values_by_flag[second_flag] = declared_value
     return values_by_flag
 
 
 @cache
 def _long_help_texts() -> dict[str, str]:
+    """Return {flag name: help text} from flags.yaml."""
     import yaml
 
     return yaml.safe_load(Path(__file__).with_name("flags.yaml").read_text())
@@ -198,10 +206,13 @@ class Parser(CommandParser):
     """Argument parser that prints help and errors from only one process per host."""
 
     def parse_known_args(self, args=None, namespace=None):
-        """Refuse two names of one flag, such as `--lr 1 --learning_rate 2`, but allow a repeated name."""
+        """Parse as argparse does, but refuse two names of one flag, such as `--lr 1 --learning_rate 2`.
+
+        A repeated name is allowed.
+        """
         first_flag_by_field: dict[str, str] = {}  # {field of the recipe: first name on the command line}
         for command_word in sys.argv[1:] if args is None else args:
-            flag_name, _, _ = underscores(command_word).partition("=")
+            flag_name, _, _ = underscores(command_word).partition("=")  # without the value in --lr=1
             if parser_action := self._option_string_actions.get(flag_name):
                 first_flag_name = first_flag_by_field.setdefault(parser_action.dest, flag_name)
                 if first_flag_name != flag_name:
@@ -222,6 +233,7 @@ class Parser(CommandParser):
                 flag_advice = f"{flag_advice} {scripts_sentence}" if flag_advice else f". {scripts_sentence}"
             else:
                 flag_advice = _describe_equivalent(unknown_flag, self.prog) or flag_advice
+            # For a removed flag, the reason for the removal replaces all other advice
             flag_advice = _explain_removal(unknown_flag) or flag_advice or ". --help lists all flags"
             message = f"unknown flag {shortened(unknown_flag)}{flag_advice}"
         message = safe_message(message)
@@ -233,18 +245,20 @@ class Parser(CommandParser):
         sys.exit(2)
 
     def print_help(self, file: Any = None) -> None:
+        """Print the help text from one process per host."""
         self.print_once_per_host(self.format_help(), file)
 
     def print_once_per_host(self, printed_text: str, stream: Any = None) -> None:
+        """Print a text to a stream, by default stdout, if this process is the first on its host."""
         if is_hosts_first():
             print(printed_text, end="", file=stream or sys.stdout, flush=True)
 
 
 def _explain_removal(unknown_flag: str) -> str:
-    """Return the reason why a flag was removed, or an empty string for a flag that was not removed."""
+    """Return the end of an error message about a removed flag, or "" for a flag that was not removed."""
     flag_name = unknown_flag.lstrip("-").removeprefix("no_")
     if flag_name not in REMOVED_FLAGS:
-        return ""  # the flag was not removed
+        return ""
     removal_reason = REMOVED_FLAGS[flag_name].removal_reason
     return f": {flag_name} was removed because {removal_reason}. Do not specify {flag_name}"
 
@@ -261,12 +275,14 @@ def _describe_scripts_with(unknown_flag: str) -> str:
 
 
 def _script_supports(script: Path, flag_name: str) -> bool:
+    """Return True if a train script's source code declares the flag or inherits it from ImageRecipe."""
     is_declared = any(flag_name in class_flags for class_flags in _parse_flags_by_class(script).values())
     is_image_flag = flag_name in _parse_flags_by_class(RECIPES_FILE)["ImageRecipe"]
     return is_declared or (is_image_flag and "(ImageRecipe)" in script.read_text())
 
 
 def two_names_message(first_name: str, second_name: str) -> str:
+    """Return an error message about a flag that the user has specified under two names."""
     conflict_sentence = f"{first_name} and {second_name} are two names for the same setting"
     return f"{conflict_sentence}. Specify only one of the two names"
 
@@ -280,12 +296,17 @@ def flags_of_other_projects() -> list[dict[str, Any]]:
 
 
 def _describe_equivalent(unknown_flag: str, script_name: str) -> str:
-    """Return a sentence with the equivalent of another project's flag, or "" if the flag is unknown."""
+    """Return the end of an error message about another project's flag, or "" if the flag is unknown.
+
+    The text names the equivalent flag in this project, or explains why there is none.
+    """
     applicable_projects = [
         project for project in flags_of_other_projects() if project.get("script", script_name) == script_name
     ]
+    # Search entries for this script before entries for all scripts
     for project in sorted(applicable_projects, key=lambda project: "script" not in project):
         for flag_row in project["rows"]:
+            # The placeholder after a flag's name, as in `--opt NAME`, is removed
             foreign_flags = [alias.split()[0] for alias in flag_row["names"] if alias.startswith("-")]
             if unknown_flag in map(underscores, foreign_flags):
                 equivalent_flags = " or ".join(flag_row.get("here", ()))
@@ -302,7 +323,7 @@ def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, unit: st
         unit: Word for samples that replaces the word `images` in the help text.
         metavar: Placeholder for the flag's value in the help text, derived from the field if empty.
     """
-    help_text = help_of(field).replace("%", "%%").replace("images", unit)
+    help_text = help_of(field).replace("%", "%%").replace("images", unit)  # argparse expands a single %
     if default_text := shown_default(field):
         help_text = f"{help_text.removesuffix('.')}. Default: {default_text}."
     if _base_type(field) is bool:
@@ -313,7 +334,8 @@ def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, unit: st
         )
     else:
         flag_names = [field.name, *FLAG_SYNONYMS.get(field.name, ())]
-        flag_words, placeholder = [f"--{flag_name}" for flag_name in flag_names], _placeholder(field, metavar)
+        flag_words = [f"--{flag_name}" for flag_name in flag_names]
+        placeholder = _placeholder(field, metavar)
         parser.add_argument(*flag_words, dest=field.name, metavar=placeholder, help=help_text)
         second_flag_name, value_template = field.metadata["also"]
         if second_flag_name:
@@ -321,7 +343,7 @@ def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, unit: st
                 f"--{second_flag_name}",
                 dest=field.name,
                 metavar=_PLACEHOLDER_BY_LAST_WORD.get(_last_word(second_flag_name), "PART"),
-                type=value_template.format,
+                type=value_template.format,  # for example, converts PATH to PATH/*
                 help=help_of(field, second_flag_name),
             )
 
@@ -447,9 +469,10 @@ def _convert_without_loss(target_type: type, raw_value: Any) -> Any:
 
 
 def _check_value(field: dataclasses.Field, flag_value: Any, flag_label: str) -> Any:
-    """Return a valid value unchanged.
+    """Return a converted value unchanged if it is a valid choice and within the field's range.
 
-    Raise ValueError if the value or one of its tuple items is not a valid choice or is out of range.
+    Raise ValueError if the value or one of its tuple items is invalid. The error message begins with
+    `flag_label`.
     """
     choices, minimum, maximum = (field.metadata[meta_key] for meta_key in ("choices", "minimum", "maximum"))
     flag_text = flag_value_text(flag_value)
@@ -459,7 +482,8 @@ def _check_value(field: dataclasses.Field, flag_value: Any, flag_label: str) -> 
             raise ValueError(
                 f"{flag_label} {flag_text}: the value must be MIN,MAX with 0 < MIN <= MAX <= {maximum:g}"
             )
-    for flag_item in flag_value if isinstance(flag_value, tuple) else (flag_value,):
+    flag_items = flag_value if isinstance(flag_value, tuple) else (flag_value,)
+    for flag_item in flag_items:
         if choices and flag_item not in choices:
             allowed_values = ", ".join(choices)
             raise ValueError(
@@ -480,9 +504,9 @@ def _check_value(field: dataclasses.Field, flag_value: Any, flag_label: str) -> 
 
 
 def read_config(config_path: Path, fields: tuple[dataclasses.Field, ...]) -> dict[str, Any]:
-    """Read flags from a YAML or JSON file.
+    """Read a --config file in YAML or JSON, and return {field name: checked value}.
 
-    Raise ValueError that names the file and the invalid key or line.
+    Raise ValueError for an invalid file. The error message names the file and the invalid key or line.
     """
     try:
         if config_path.suffix == ".json":
@@ -498,9 +522,10 @@ def read_config(config_path: Path, fields: tuple[dataclasses.Field, ...]) -> dic
             f" Pass this file to the launcher: {launch_command}"
         )
     field_by_flag = {accepted_name: field for field in fields for accepted_name in _flag_names(field)}
-    value_by_flag, first_key_by_flag = dict[str, Any](), dict[str, str]()
+    value_by_flag = dict[str, Any]()
+    first_key_by_flag = dict[str, str]()  # detects a flag under two names
     for config_key, config_value in without_removed_flags(config_content).items():
-        flag_name = str(config_key).replace("-", "_").strip("_")
+        flag_name = str(config_key).replace("-", "_").strip("_")  # keys such as --batch-size are accepted
         if flag_name in REMOVED_FLAGS:
             raise ValueError(f"--config {config_path}{_explain_removal(flag_name)}")
         if flag_name not in field_by_flag:
@@ -521,16 +546,18 @@ def read_config(config_path: Path, fields: tuple[dataclasses.Field, ...]) -> dic
 
 
 def typed_value(field: dataclasses.Field, raw_value: Any, flag_label: str) -> Any:
-    """Convert and check the value of a field.
+    """Convert the value of a field to the field's type, and check it.
 
-    Raise ValueError with a message that begins with `flag_label`.
+    The value is a text from the command line or a value from a config file. Raise ValueError with a message
+    that begins with `flag_label` if the value is invalid.
     """
     if raw_value == "":
         raise ValueError(f"{flag_label} {EMPTY_VALUE}")
     try:
         converted_value = _convert_value(field, raw_value)
     except (ValueError, TypeError):
-        value_text, expected_form = shortened(str(raw_value)), _expected_form(field)
+        value_text = shortened(str(raw_value))
+        expected_form = _expected_form(field)
         raise ValueError(f"{flag_label} {value_text}: the value must be {expected_form}") from None
     return _check_value(field, converted_value, flag_label)
 
@@ -540,10 +567,11 @@ def _expected_form(field: dataclasses.Field) -> str:
     if _is_number_range(field):
         return "two numbers, for example 0.08,1"
     has_number_items = int in typing.get_args(field.type)
+    list_example = "numbers, for example 4,8,32" if has_number_items else "words, for example a,b"
     value_form_by_type = {
         int: "a whole number",
         float: "a number",
         bool: "true or false",
-        tuple: f"a list of {'numbers, for example 4,8,32' if has_number_items else 'words, for example a,b'}",
+        tuple: f"a list of {list_example}",
     }
     return value_form_by_type.get(_base_type(field), "text")

@@ -154,6 +154,7 @@ class Recipe(Job):
     seed: int = flag(0, minimum=0, maximum=2**32 - 1, changes_memory=False, in_names=7)
     max_steps: int | None = setting(None, minimum=1)
     patience: int | None = setting(None, minimum=1)
+    # --model_folder PATH is equivalent to --output_dir PATH/*
     output_dir: str | None = setting(
         default=None, also=("model_folder", "{}/*"), is_path=True, locates="results", per_host=True
     )
@@ -172,6 +173,7 @@ class Recipe(Job):
     profile: int | None = setting(None, minimum=1, metavar="STEP")
 
     def __post_init__(self) -> None:
+        """Raise ValueError for invalid values or combinations of flags. Replace the value `none` of --s3."""
         if self.deterministic and self.grad_compression != "no":
             raise ValueError(
                 f"--grad_compression {self.grad_compression} rounds gradient sums, but --deterministic"
@@ -191,11 +193,13 @@ class Recipe(Job):
             raise ValueError(
                 f"--name {folder_name}: the value must be a folder name. To specify a path, use --output_dir"
             )
+        # `optimizer` is always valid, because it also permits a new optimizer state
         if unknown_flags := set(self.allow_changed) - {"optimizer", *recipe_part(self)}:
             unknown_flag = unknown_flags.pop()
             raise ValueError(f"--allow_changed {unknown_flag}: the value must be the name of a recipe flag")
         if self.s3 == "none":  # `none` overrides an address in a config file
-            object.__setattr__(self, "s3", None)
+            object.__setattr__(self, "s3", None)  # this dataclass is frozen
+        # --resume accepts an address, but also words and local paths
         for flag_name, flag_address in (("s3", self.s3), ("resume", self.resume)):
             if not flag_address or (flag_name == "resume" and "://" not in flag_address):
                 continue
@@ -205,12 +209,13 @@ class Recipe(Job):
                 )
 
     def filled_name(self) -> str | None:
-        """Return --name with the flag names in braces replaced by the flags' values.
+        """Return --name with the flag names in braces replaced by the flags' values, or None without --name.
 
         Raise ValueError for unknown flag names.
         """
 
         def value_in_folder_name(flag_match: re.Match[str]) -> str:
+            """Return the value of a flag in braces, with `_` in place of characters such as `/`."""
             flag_name = flag_match[1]
             if flag_name not in flag_names:
                 raise ValueError(f"--name {self.name}: {flag_match[0]} does not contain the name of a flag")
@@ -220,11 +225,17 @@ class Recipe(Job):
         return self.name and re.sub(r"\{(\w+)\}", value_in_folder_name, self.name)
 
     def resolved(self) -> typing.Self:
-        """Return the recipe with defaults from the model's configuration. This method may import timm."""
+        """Return the recipe with defaults from the model's configuration, of which this class has none.
+
+        A subclass that overrides this method may import timm.
+        """
         return self
 
     def without_derived(self, recorded_recipe: dict[str, Any]) -> dict[str, Any]:
-        """Return a recorded recipe with this recipe's derived values in place of the recorded ones."""
+        """Return a recorded recipe with this recipe's derived values in place of the recorded ones.
+
+        A derived value is computed from other flags. This class has no derived values.
+        """
         return recorded_recipe
 
 
@@ -235,6 +246,7 @@ class ImageRecipe(Recipe):
     data: str = flag("cifar10")
     image_column: str | None = flag(None)
     label_column: str | None = flag(None)
+    # --fold K/N is equivalent to --holdout K/N
     holdout: float | str | None = flag(
         default=None, minimum=0, also=("fold", "{}"), measures_best=True, in_names=6, metavar="N|SHARE"
     )
@@ -251,6 +263,7 @@ class ImageRecipe(Recipe):
     workers: int = setting(2, minimum=0, per_host=True, replayed=True)
 
     def __post_init__(self) -> None:
+        """Check the flags, and derive the default of --streams from --batch_size."""
         super().__post_init__()
         if isinstance(self.holdout, str):
             parse_fold(self.holdout)
@@ -259,11 +272,19 @@ class ImageRecipe(Recipe):
                 f"--holdout {self.holdout:g}: the value must be a share below 1 or a whole number of images"
             )
         if self.streams is None:
-            object.__setattr__(self, "streams", default_streams(self.batch_size))
+            object.__setattr__(self, "streams", default_streams(self.batch_size))  # the dataclass is frozen
 
     def without_derived(self, recorded_recipe: dict[str, Any]) -> dict[str, Any]:
-        batch_size, recorded_streams = recorded_recipe["batch_size"], recorded_recipe["streams"]
-        were_streams_derived = isinstance(batch_size, int) and recorded_streams == default_streams(batch_size)
+        """Return a recorded recipe with this recipe's --streams, if both recipes use the default.
+
+        The default depends on --batch_size. Therefore, a different batch size does not report a change of
+        --streams as well.
+        """
+        recorded_batch_size, recorded_streams = recorded_recipe["batch_size"], recorded_recipe["streams"]
+        were_streams_derived = (
+            isinstance(recorded_batch_size, int)  # the recorded recipe is not validated
+            and recorded_streams == default_streams(recorded_batch_size)
+        )
         if were_streams_derived and self.streams == default_streams(self.batch_size):
             return recorded_recipe | {"streams": self.streams}
         return recorded_recipe
@@ -278,6 +299,7 @@ def parse_fold(fold_text: str) -> tuple[int, int]:
     raise ValueError(f"--fold {fold_text}: the value must have a form such as 2/5, the second of five parts")
 
 
+# Prefix of a timm model's name on the Hugging Face Hub, such as `hf-hub:timm/` or `timm/`
 TIMM_HUB_PREFIX = re.compile("^(hf[-_]hub:)?timm/")
 
 
@@ -287,7 +309,7 @@ def is_hub_name(model_name: str) -> bool:
 
 
 def timm_name(model_name: str) -> str:
-    """Convert a model's Hub name to a timm name.
+    """Remove the Hub prefix from a timm model's name, and return other timm names unchanged.
 
     Raise ValueError if the model does not belong to timm.
     """
@@ -311,6 +333,7 @@ HELP_GROUPS = {
     "Recipe": ("run", "Length, name, folder, checkpoints, log and trackers of the run."),
     "Job": ("computation", "Batch size, precision, memory and determinism."),
 }
+# Description of the flag group for all other classes, which the train scripts define
 SCRIPT_GROUP_HELP = (
     "Flags for the model, optimizer and augmentation, and shared flags with script-specific defaults."
 )
@@ -331,7 +354,8 @@ def parse(
     """
     recipe_fields = dataclasses.fields(recipe_class)
     parser = _make_parser(recipe_class, recipe_fields)
-    text_by_flag = vars(parser.parse_args(argv, parser.parse_args(recorded_words)))
+    recorded_arguments = parser.parse_args(recorded_words)
+    text_by_flag = vars(parser.parse_args(argv, recorded_arguments))  # argv overrides the recorded words
     config_path = text_by_flag["config"]
     try:
         value_by_flag = read_config(Path(config_path), recipe_fields) if config_path else {}
@@ -362,7 +386,8 @@ def _make_parser(recipe_class: type, recipe_fields: tuple[dataclasses.Field, ...
         allow_abbrev=False,
         add_help=False,
     )
-    group_by_class: dict[type, Any] = {}  # begins with the class that the script defines
+    # From the script's class to its base classes, so that the last class to declare a flag is listed first
+    group_by_class: dict[type, Any] = {}
     for flag_class in filter(dataclasses.is_dataclass, recipe_class.__mro__):
         script_group = (parser.prog, SCRIPT_GROUP_HELP)
         default_group = HELP_GROUPS.get(flag_class.__name__, script_group)
@@ -389,7 +414,10 @@ def _make_parser(recipe_class: type, recipe_fields: tuple[dataclasses.Field, ...
 
 
 def _summary_and_examples(docstring: str) -> tuple[str, str]:
-    """Return the first paragraph and the examples (indented lines) of a script's docstring."""
+    """Return the first paragraph and the examples of a script's docstring, formatted for --help.
+
+    The examples are the docstring's indented lines.
+    """
     first_paragraph, _, _ = docstring.partition("\n\n")
     examples = [doc_line.strip() for doc_line in docstring.splitlines() if doc_line.startswith("    ")]
     if not examples:
@@ -398,6 +426,7 @@ def _summary_and_examples(docstring: str) -> tuple[str, str]:
 
 
 def _default_deepspeed_config() -> str | None:
+    """Return the path of the config that applies without --deepspeed_config, or None if it does not exist."""
     zero2_config = ROOT / "ds_configs" / "zero2.json"
     return str(zero2_config) if zero2_config.exists() else None
 
@@ -406,7 +435,10 @@ _recipe_by_class: dict[type, Any] = {}  # {recipe class: this process's recipe}
 
 
 def from_flags(recipe_class: type[DataclassT]) -> DataclassT:
-    """Return this process's recipe. The flags are parsed only once, because --config may be a pipe."""
+    """Parse this process's command line into a recipe. Later calls return the same recipe.
+
+    The command line is parsed only once, because --config may be a pipe.
+    """
     if recipe_class not in _recipe_by_class:
         _recipe_by_class[recipe_class] = parse(recipe_class)
     return _recipe_by_class[recipe_class]
@@ -460,6 +492,7 @@ class Batch:
     unit: str = "images"  # Word for samples in messages
 
     def __str__(self) -> str:
+        """Describe the batch, for example as `batch 64 = 16 images x 2 processes x 2 accumulations`."""
         samples_text = plural(self.per_device, self.unit.removesuffix("s"))
         processes_text = plural(self.processes, "process")
         accumulations_text = plural(self.accumulations, "accumulation")
@@ -472,14 +505,15 @@ class Batch:
     def smaller_per_device(self) -> int | None:
         """Return the largest valid per_device that is at most half of the current value, or None."""
         images_per_process = self.total // self.processes
-        smaller_sizes = range(self.per_device // 2, 0, -1)
-        return next((pass_size for pass_size in smaller_sizes if images_per_process % pass_size == 0), None)
+        smaller_sizes = range(self.per_device // 2, 0, -1)  # in descending order
+        return next((size for size in smaller_sizes if images_per_process % size == 0), None)
 
 
 def share_out(batch_size: int, per_device: int | None, processes: int, unit: str = "images") -> Batch:
     """Divide a batch among processes and accumulation steps.
 
-    Raise ValueError if the batch is not divisible.
+    If `per_device` is None, each process computes its images in one forward pass. Raise ValueError if the
+    batch is not divisible.
     """
     if per_device is None:
         if batch_size % processes:
@@ -488,7 +522,7 @@ def share_out(batch_size: int, per_device: int | None, processes: int, unit: str
                 f" Choose {_nearest_multiples(batch_size, processes)}"
             )
         per_device = batch_size // processes
-    images_per_pass = per_device * processes  # forward passes of all processes together
+    images_per_pass = per_device * processes  # images in one forward pass on each process
     if batch_size % images_per_pass:
         raise ValueError(
             f"--batch_size {batch_size} is not a multiple of --per_device_batch_size {per_device}"
@@ -500,7 +534,10 @@ def share_out(batch_size: int, per_device: int | None, processes: int, unit: str
 
 
 def usable_processes(batch_size: int, per_device: int | None, max_processes: int, step: int = 1) -> list[int]:
-    """Return the multiples of `step` up to `max_processes` that are valid process counts for the batch."""
+    """Return the multiples of `step` up to `max_processes` among which the batch can be divided.
+
+    If `per_device` is None, each process may compute any number of images per forward pass.
+    """
     process_counts = range(step, max_processes + 1, step)
     return [count for count in process_counts if batch_size % (count * (per_device or 1)) == 0]
 
@@ -520,7 +557,7 @@ def default_streams(batch_size: int) -> int:
         return MAX_DEFAULT_STREAMS
 
     def flexibility(stream_count: int) -> tuple[int, int]:
-        """Return how many process counts up to 16 are valid, and the number of streams."""
+        """Return how many process counts are valid. Among equal counts, prefer more streams."""
         return sum(stream_count % process_count == 0 for process_count in COUNTED_PROCESSES), stream_count
 
     valid_streams = [streams for streams in range(1, MAX_DEFAULT_STREAMS) if batch_size % streams == 0]
@@ -528,7 +565,10 @@ def default_streams(batch_size: int) -> int:
 
 
 def _suggest_per_device_sizes(images_per_process: float, per_device: int) -> str:
-    """Return a phrase that suggests the nearest valid values of --per_device_batch_size, or ""."""
+    """Return a phrase that suggests the nearest valid values of --per_device_batch_size and ends with "or ".
+
+    The function returns "" if no other value is valid, for example if images_per_process is a fraction.
+    """
     possible_sizes = range(1, math.floor(images_per_process) + 1)
     valid_sizes = [size for size in possible_sizes if images_per_process % size == 0]
     smaller_sizes = [size for size in valid_sizes if size < per_device]

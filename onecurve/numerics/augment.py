@@ -55,12 +55,14 @@ def send_arrays(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tens
     """Send several arrays to a device in one copy, because each copy costs the host about 10 us."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
+    # Each array's size, rounded up so that the next array is aligned
     bytes_per_buffer = [-(-array.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for array in arrays]
     host_buffer = np.empty(sum(bytes_per_buffer), np.uint8)
     array_buffers = np.split(host_buffer, np.cumsum(bytes_per_buffer)[:-1])
     for array, array_buffer in zip(arrays, array_buffers, strict=True):
         array_buffer[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     device_buffers = send(torch.from_numpy(host_buffer), device).split(bytes_per_buffer)
+    # from_numpy() of an empty slice converts the array's dtype to torch's
     return [
         device_buffer[: array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
         for array, device_buffer in zip(arrays, device_buffers, strict=True)
@@ -109,7 +111,10 @@ def moved_pixel_indices(image_indices: Tensor, moves: Tensor, shape: Sequence[in
 
 
 def gather_pixels(images: Tensor, y: Tensor, x: Tensor) -> Tensor:
-    """Gather the pixels that moved_pixel_indices() chose: uint8 [N, H, W, 3] -> uint8 [B, H, W, 3]."""
+    """Gather shifted and flipped images from all images: uint8 [N, H, W, 3] -> uint8 [B, H, W, 3].
+
+    moved_pixel_indices() returns the index offsets y [B, H] and x [B, W].
+    """
     pixel_indices = y[:, :, None] + x[:, None, :]  # [B, H, W]
     return images.reshape(-1, 3).index_select(0, pixel_indices.view(-1)).view(*pixel_indices.shape, 3)
 
@@ -132,13 +137,14 @@ def color_jitter(images: Tensor, draws: np.ndarray, strength: float) -> Tensor:
     factor_draws, order_draws = draws[:, :3], draws[:, 3]
     operation_order = JITTER_ORDERS[(order_draws * len(JITTER_ORDERS)).astype(np.int64)]  # [B, 3]
     factors = np.take_along_axis(1 + strength * (2 * factor_draws - 1), operation_order, axis=1)
-    # Each operation blends an image with black, with the image's mean grey value, or with each pixel's grey
-    # value.
+    # Brightness (0) blends an image with black, contrast (1) with the image's mean grey value, and saturation
+    # (2) with each pixel's grey value.
     is_contrast, is_saturation = operation_order == 1, operation_order == 2  # [B, 3]
     blends = np.stack([factors, (1 - factors) * is_contrast, (1 - factors) * is_saturation])  # [3, B, 3]
     blend_weights = send(torch.from_numpy(blends.astype(np.float32)), images.device)
     planes = images.permute(3, 0, 1, 2).contiguous().float()  # [3, B, H, W]
-    for image_weight, mean_weight, grey_weight in blend_weights[..., None, None].unbind(2):  # [B, 1, 1] each
+    # Apply each image's three operations in its own order. The weights have the shape [B, 1, 1].
+    for image_weight, mean_weight, grey_weight in blend_weights[..., None, None].unbind(2):
         luma = RED_LUMA * planes[0] + GREEN_LUMA * planes[1] + BLUE_LUMA * planes[2]  # [B, H, W]
         # Integers are summed, because the last bit of a float sum would depend on the other images in the
         # batch.
@@ -164,7 +170,9 @@ def random_erasing(images: Tensor, draws: np.ndarray, probability: float) -> Ten
     h, w = images.shape[2:]
     erase_draws, area_draws, aspect_draws, top_draws, left_draws = draws.T
     box_area = (MIN_ERASED_AREA + (MAX_ERASED_AREA - MIN_ERASED_AREA) * area_draws) * h * w
+    # The aspect ratio's logarithm is uniform
     box_aspect = np.exp((2 * aspect_draws - 1) * -math.log(MIN_ERASED_ASPECT))
+    # A box of height 0 erases nothing
     height = np.minimum(np.round(np.sqrt(box_area * box_aspect)), h) * (erase_draws < probability)
     width = np.minimum(np.round(np.sqrt(box_area / box_aspect)), w)
     top, left = np.floor(top_draws * (h - height + 1)), np.floor(left_draws * (w - width + 1))
@@ -199,13 +207,14 @@ def to_float(
         Normalised images, float32 [B, 3, size, size], channels_last.
     """
     b, h, w, c = images.shape
+    # Number of pixels for which the channels' factors are repeated
     repetitions = h * w if h * w <= MAX_REPEATED_PIXELS else 1
     pixel_scale, pixel_offset = _normalization_factors(mean, std, repetitions, images.device)
     float_pixels = images.reshape(b, -1, repetitions * c).float().mul_(pixel_scale).add_(pixel_offset)
     if (h, w) != (size, size) and max(h, w) <= MAX_MATRIX_EDGE:
         row_matrix, column_matrix = _resize_matrices(h, w, size, interpolation, images.device)
-        wide_rows = (float_pixels.view(b * h, w * c) @ column_matrix).view(b, h, size * c)
-        float_pixels = row_matrix @ wide_rows  # [B, size, size * 3]
+        resized_rows = (float_pixels.view(b * h, w * c) @ column_matrix).view(b, h, size * c)
+        float_pixels = row_matrix @ resized_rows  # [B, size, size * 3]
         h = w = size
     image_planes = float_pixels.view(b, h, w, c).permute(0, 3, 1, 2)
     if (h, w) != (size, size):
@@ -239,6 +248,7 @@ def _resize_matrices(
     has not been measured yet.
     """
     is_shrinking = size < max(h, w)
+    # Resizing the rows of an identity matrix yields the matrix that resizes any image
     row_matrix, column_matrix = (
         _resize(torch.eye(edge)[None, None], size, edge, interpolation, is_shrinking)[0, 0] for edge in (h, w)
     )
@@ -247,9 +257,11 @@ def _resize_matrices(
 
 
 def _resize(images: Tensor, height: int, width: int, interpolation: str | None, is_shrinking: bool) -> Tensor:
+    """Resize images, float [B, C, H, W], to height x width pixels."""
+    resize_mode = interpolation or "bicubic"
     # With antialias, F.interpolate uses PIL's bicubic kernel (a = -0.5) even when enlarging. Without
     # antialias, the bicubic kernel uses a = -0.75.
-    resize_mode, antialias = interpolation or "bicubic", is_shrinking or interpolation is not None
+    antialias = is_shrinking or interpolation is not None
     return F.interpolate(images, (height, width), mode=resize_mode, antialias=antialias)
 
 
@@ -277,9 +289,11 @@ def mixer(mixup: float, cutmix: float, classes: int, dtype: torch.dtype | None =
         """Mixup that preserves channels_last, which the roll() in torchvision's MixUp would lose on a GPU."""
 
         def transform(self, inpt: Tensor, params: dict[str, Any]) -> Tensor:
+            """Mix each image with the previous image, or each label with the previous label."""
             if inpt is params["labels"]:
                 return super().transform(inpt, params)
-            previous_images, mix_weight = torch.cat((inpt[-1:], inpt[:-1])), params["lam"]
+            previous_images = torch.cat((inpt[-1:], inpt[:-1]))
+            mix_weight = params["lam"]
             if dtype is None:
                 return previous_images.mul_(1.0 - mix_weight).add_(inpt.mul(mix_weight))
             return torch.lerp(previous_images, inpt, mix_weight)  # lerp rounds only once

@@ -22,6 +22,8 @@ BatchNorm: Any = batch_norm_class()
 class RunningStatistics:
     """Running statistics of a model's BatchNorm layers. Create this object before accelerator.prepare().
 
+    The constructor replaces the class of the model's BatchNorm layers in place.
+
     Raises:
         ValueError: If a BatchNorm class's statistics can't be made independent of the number of processes.
     """
@@ -31,18 +33,25 @@ class RunningStatistics:
         for layer in model.modules():
             if isinstance(layer, BatchNorm) and layer.track_running_stats:
                 _refuse_unsupported_layer(layer)
+                # The layer keeps its parameters, buffers and hooks, and its place in the model
                 layer.__class__ = _tracking_subclass(type(layer))  # type: ignore[arg-type]  # classes are hashable
                 assert isinstance(layer, _RunningStatisticsLayer)
                 self.layers.append(layer)
         self.updated_layers = [layer for layer in self.layers if not layer.is_frozen]
+        # Kept in fp32, because DeepSpeed casts all tensors of the model
         self.initial_statistics = [(layer.running_mean, layer.running_var) for layer in self.layers]
 
-    def register_update_hook(self, accelerator: Accelerator, prepared: nn.Module) -> None:
-        """Update the statistics after micro-batch 0's forward pass. `prepared` is the unwrapped model."""
+    def register_update_hook(self, accelerator: Accelerator, plain_model: nn.Module) -> None:
+        """Make each forward pass of micro-batch 0 update the statistics from now on.
+
+        The method also moves the layers' fp32 statistics to the device, and adds the extra buffers.
+        `plain_model` is the prepared model without wrappers such as DDP.
+        """
         for layer, (initial_mean, initial_var) in zip(self.layers, self.initial_statistics, strict=True):
             # DeepSpeed casts all tensors of the model, but running statistics must be fp32.
             layer.running_mean = initial_mean.to(accelerator.device)
             layer.running_var = initial_var.to(accelerator.device)
+            # Buffers that are not saved, and that each forward pass overwrites
             for buffer_name in ("batch_mean", "batch_var"):
                 layer.register_buffer(buffer_name, torch.zeros_like(layer.running_mean), persistent=False)
 
@@ -53,10 +62,11 @@ class RunningStatistics:
                     self._update_statistics()
 
         if self.updated_layers:
-            prepared.register_forward_hook(update_after_first_micro_batch)
+            plain_model.register_forward_hook(update_after_first_micro_batch)
 
     @torch.no_grad()
     def _update_statistics(self) -> None:
+        """Move the running statistics towards the last batch's, with few kernels for all layers."""
         for momentum in {layer.momentum for layer in self.updated_layers}:
             layers = [layer for layer in self.updated_layers if layer.momentum == momentum]
             lerp_([layer.running_mean for layer in layers], [layer.batch_mean for layer in layers], momentum)
@@ -85,27 +95,33 @@ class _RunningStatisticsLayer(BatchNorm):
         return self.affine and not self.weight.requires_grad
 
     def train(self, mode: bool = True) -> Self:
+        """Set training or evaluation mode. A frozen layer stays in evaluation mode."""
         return super().train(mode and not self.is_frozen)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalise x. In training, write the batch's statistics into the extra buffers."""
         self._check_input_dim(x)
         mean, var = self.running_mean, self.running_var
         weight = None if self.weight is None else self.weight.to(mean.dtype)
         bias = None if self.bias is None else self.bias.to(mean.dtype)
         if self.training:
-            # The forward pass overwrites batch_mean and batch_var, because the momentum is 1
+            # F.batch_norm overwrites batch_mean and batch_var in place, because its momentum argument is 1.0
             mean, var = self.batch_mean, self.batch_var
         x = F.batch_norm(x, mean, var, weight, bias, self.training, 1.0, self.eps)
-        return self.act(self.drop(x)) if hasattr(self, "act") else x
+        return self.act(self.drop(x)) if hasattr(self, "act") else x  # only timm's BatchNormAct2d has `act`
 
 
 @cache
 def _tracking_subclass(layer_class: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass with the same name as the layer's class, so that isinstance() checks still work."""
+    """Return a subclass of a BatchNorm class that trains with the micro-batch's statistics.
+
+    The subclass has the same name as its base class, and isinstance() checks still work.
+    """
     return type(layer_class.__name__, (_RunningStatisticsLayer, layer_class), {})
 
 
 def _refuse_unsupported_layer(layer: Any) -> None:
+    """Raise ValueError for a layer with an unknown forward method or without momentum."""
     forward_method = type(layer).forward
     # _RunningStatisticsLayer.forward can replace only these two forward methods.
     if forward_method is not BatchNorm.forward and not is_batch_norm_act(forward_method):

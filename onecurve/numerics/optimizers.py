@@ -34,6 +34,7 @@ def named_optimizer(name: str, parameter_groups: list[dict[str, Any]], lr: float
         if isinstance(optimizer_class, type) and class_name != "Optimizer"
     }
     try:
+        # timm accepts the prefix for all optimizers, but does not list the prefixed names
         if name.removeprefix("lookahead_") in timm_optimizer_names:
             return create_optimizer_v2(parameter_groups, name, lr=lr)
         if name.lower() in class_by_torch_name:

@@ -33,6 +33,7 @@ class Shuffled:
         """Accept any batch."""
 
     def order(self, seed: int, epoch: int, batch: "Batch") -> np.ndarray:
+        """Return the sample ids of an epoch in training order, int64 [N]."""
         return order(seed, epoch, self.sample_count)
 
 
@@ -53,6 +54,7 @@ class Streamed:
         return int(self.samples_per_shard.sum())
 
     def check_batch(self, batch: "Batch") -> None:
+        """Raise ValueError unless the streams divide the batch, and the processes divide the streams."""
         batch_size, processes, streams = batch.total, batch.processes, self.streams
         if batch_size % streams or streams % processes:
             multiples = range(processes, batch_size + 1, processes)
@@ -65,6 +67,7 @@ class Streamed:
             )
 
     def order(self, seed: int, epoch: int, batch: "Batch") -> np.ndarray:
+        """Return the sample ids of an epoch in training order, int64 [floor(N / B) * B] for batch size B."""
         return stream_order(seed, epoch, self.samples_per_shard, self.streams, self.window, batch.total)
 
 
@@ -98,16 +101,18 @@ def stream_order(
         for shard_index in random_generator.permutation(len(samples_per_shard))
     ]
     concatenated_ids = np.concatenate(shuffled_shards)
-    steps, samples_per_step = len(concatenated_ids) // batch_size, batch_size // streams
-    ids_by_stream = concatenated_ids[: steps * batch_size].reshape(streams, steps * samples_per_step)
+    step_count = len(concatenated_ids) // batch_size
+    step_length = batch_size // streams  # samples from one stream in each step
+    ids_by_stream = concatenated_ids[: step_count * batch_size].reshape(streams, step_count * step_length)
     for stream_index, stream_ids in enumerate(ids_by_stream):
         # The first window has a different length in each stream, so that the streams need new shards at
         # different steps.
         first_window_length = window * (stream_index + 1) // streams
         window_starts = range(first_window_length, len(stream_ids), window)
         for window_ids in np.split(stream_ids, window_starts):
-            random_generator.shuffle(window_ids)
-    return ids_by_stream.reshape(streams, steps, samples_per_step).swapaxes(0, 1).reshape(-1)
+            random_generator.shuffle(window_ids)  # in place, because window_ids is a view of ids_by_stream
+    # From one stream after the other to one step after the other
+    return ids_by_stream.reshape(streams, step_count, step_length).swapaxes(0, 1).reshape(-1)
 
 
 def steps_per_epoch(samples: Samples, batch: "Batch") -> int:
@@ -143,6 +148,7 @@ class Steps:
         return cls(epoch_steps, total_steps, min(total_steps, recipe.max_steps or total_steps))
 
     def plan(self, samples: Samples, batch: "Batch", rank: int, seed: int) -> Plan:
+        """Return this rank's training micro-batches for all steps in the range."""
         return training_plan(samples, batch, rank, seed, self.first, self.last)
 
 
@@ -151,7 +157,8 @@ def training_plan(
 ) -> Plan:
     """Yield this rank's training micro-batches for the steps first_step ... last_step - 1, in order."""
     epoch_steps = steps_per_epoch(samples, batch)
-    epoch, epoch_ids = -1, np.empty(0, np.int64)
+    epoch = -1  # before the first epoch, so that the first step computes its epoch's order
+    epoch_ids = np.empty(0, np.int64)
     for step in range(first_step, last_step):
         if step // epoch_steps != epoch:
             epoch = step // epoch_steps
@@ -170,13 +177,16 @@ def evaluation_plan(
     Each rank evaluates consecutive micro-batches, so it reads only some of the shards. The micro-batches that
     contain samples are the same regardless of the number of processes. All ranks evaluate the same number of
     micro-batches with the same shape, because a forward pass is a collective operation under FSDP and ZeRO-3.
-    Padding repeats the rank's last sample and must be excluded from metrics.
+    Padding repeats the rank's last sample (for a rank without samples, the data's last sample) and must be
+    excluded from metrics.
 
     Yields:
         Sample ids, int64 [per_device], and the number of ids that precede the padding.
     """
+    # Rounded up to complete micro-batches
     samples_per_rank = -(-sample_count // (per_device * processes)) * per_device
-    first_id, end_id = rank * samples_per_rank, min((rank + 1) * samples_per_rank, sample_count)
+    first_id = rank * samples_per_rank
+    end_id = min(first_id + samples_per_rank, sample_count)  # exclusive
     for batch_start in range(first_id, first_id + samples_per_rank, per_device):
         ids = np.arange(batch_start, batch_start + per_device)
         valid_count = int(np.count_nonzero(ids < end_id))
@@ -201,7 +211,7 @@ _UINT64_MASK = 2**64 - 1  # truncates Python integers to 64 bits
 
 
 def _scramble(x: Any) -> Any:
-    """Scramble 64-bit integers with SplitMix64's finalizer (Steele, Lea, Flood 2014)."""
+    """Scramble a Python integer or uint64 array with SplitMix64's finalizer (Steele, Lea, Flood 2014)."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _UINT64_MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _UINT64_MASK
     return x ^ (x >> 31)
@@ -228,10 +238,11 @@ def uniforms(seed: int, epoch: int, samples: np.ndarray, count: int) -> np.ndarr
 
 
 def reseed(seed: int, step: int, index: int) -> None:
-    """Seed torch's generators before micro-batch `index`, so that checkpoints need no generator state.
+    """Seed torch's CPU and GPU generators before micro-batch `index`.
 
-    The generators determine dropout, drop path and mixup. Without a GPU, torch.manual_seed() would take 0.4
-    ms to format a stack trace (torch 2.15), so this function seeds the generators directly.
+    The generators determine dropout, drop path and mixup. Seeding in each micro-batch makes it unnecessary to
+    store generator states in checkpoints. The function seeds the generators directly, because
+    torch.manual_seed() would take 0.4 ms without a GPU to format a stack trace (torch 2.15).
     """
     # 63 bits, because generators accept only signed integers
     micro_batch_seed = _hash_integers(seed, step, index) >> 1

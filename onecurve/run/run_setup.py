@@ -348,7 +348,7 @@ class RunSetup:
         The result is None for a script without images or without build_model, and if the image size changes
         during training.
         """
-        build_model = getattr(sys.modules["__main__"], "build_model", None)
+        build_model = getattr(sys.modules["__main__"], "build_model", None)  # of the train script
         if not isinstance(self.recipe, ImageRecipe) or self.recipe.train_sizes or build_model is None:
             return None
         from onecurve.telemetry.flops import utilisation_of_run

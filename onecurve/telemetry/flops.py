@@ -28,7 +28,7 @@ class DeviceSpecs:
     peaks: dict[str, float]
     memory_gb: float
     memory_gb_s: float
-    link: str
+    link: str  # Connection between the GPUs on one host
     link_gb_s: float
     source: str
     network_gb_s: float = 12.5  # Network bandwidth per host in one direction
@@ -51,13 +51,15 @@ def find_device(torch_name: str) -> DeviceSpecs | None:
 
 
 def flops_per_image(build_model: Callable[[], nn.Module], image_size: int) -> float:
-    """Count the operations in a forward and backward pass for one image of size x size pixels.
+    """Count the operations in a forward and backward pass for one image of image_size x image_size pixels.
 
     `build_model` is a function that returns the model. The function runs on the meta device, so no memory is
     allocated for weights, and no operations are executed.
     """
     with torch.device("meta"):
-        meta_model, image_batch = build_model(), torch.zeros(2, 3, image_size, image_size)
+        meta_model = build_model()
+        # Two images, because BatchNorm can't train with a single value per channel
+        image_batch = torch.zeros(2, 3, image_size, image_size)
     with FlopCounterMode(display=False) as flop_counter:
         meta_model(image_batch).sum().backward()
     return flop_counter.get_total_flops() / len(image_batch)
@@ -88,6 +90,7 @@ def utilisation_of_run(
         devices: Device names of all processes, as torch reports them.
         precision: Value of --mixed_precision.
     """
+
     try:
         model_flops_per_image = flops_per_image(build_model, image_size)
     except Exception as error:  # Models may raise many types of errors
@@ -98,10 +101,11 @@ def utilisation_of_run(
 
 def total_peak_flops(device_names: list[str], precision: str) -> float | None:
     """Return the total peak performance of the devices, or log unknown GPUs and return None."""
-    flops_by_device = {name: peak_flops(name, precision) for name in dict.fromkeys(device_names)}
+    unique_device_names = dict.fromkeys(device_names)
+    flops_by_device = {device_name: peak_flops(device_name, precision) for device_name in unique_device_names}
     if unknown_devices := [device_name for device_name, flops in flops_by_device.items() if flops is None]:
         first_unknown_device, *_ = unknown_devices
-        if not first_unknown_device.startswith("CPU"):
+        if not first_unknown_device.startswith("CPU"):  # no CPU has an entry in devices.yaml
             log.info(
                 f"the MFU is unknown, because {shortest(DEVICES_FILE)} contains no peak performance of"
                 f" {', '.join(unknown_devices)} in this precision"

@@ -52,7 +52,8 @@ def begin_profile(
 class Profile:
     """Profile of three consecutive optimizer steps, written to profile/.
 
-    The caller must call end_step() after each step.
+    The constructor starts torch's profiler, which records nothing before the first profiled step. The caller
+    must call end_step() after each step.
 
     Args:
         device: Device of this process.
@@ -62,7 +63,9 @@ class Profile:
     """
 
     def __init__(self, device: torch.device, first_step: int, completed_steps: int, run_folder: Path):
-        self.first_step, self.profile_folder = first_step, run_folder / PROFILE_FOLDER
+        self.first_step = first_step
+        self.profile_folder = run_folder / PROFILE_FOLDER
+        # Steps of this process before the first profiled step
         self.skipped_steps = first_step - 1 - completed_steps
         self.remaining_steps = self.skipped_steps + PROFILED_STEP_COUNT  # Steps until the profile is written
         self.is_on_gpu = device.type == "cuda"
@@ -75,9 +78,9 @@ class Profile:
         self.profiler.start()
 
     def end_step(self) -> None:
-        """End a step.
+        """Tell torch's profiler that an optimizer step has ended.
 
-        After the last profiled step, this method writes the profile. Call this method before the step is
+        After the last profiled step, the profiler calls _write_profile(). Call this method before the step is
         logged.
         """
         if self.remaining_steps:
@@ -93,7 +96,10 @@ class Profile:
         return ProfilerAction.RECORD if is_profiled else ProfilerAction.NONE
 
     def _write_profile(self, profiler: profile) -> None:
-        """Write the trace and the table. An error is logged but does not end training."""
+        """Write torch's trace and table of operators to profile/.
+
+        An error is logged but does not end training.
+        """
         try:
             self.profile_folder.mkdir(exist_ok=True)
             trace_file = self.profile_folder / TRACE_FILE

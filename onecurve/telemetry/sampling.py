@@ -4,10 +4,9 @@ A thread in the first process of each host takes a sample every --telemetry_s se
 to the following files:
 
     telemetry-<host>.jsonl     a header at each start of the run, then one sample per line. Headers of the
-    main
-                               process also contain the age_s of the process and the earlier wall_s of the run
-    nvidia-smi-<host>.txt      the output of `nvidia-smi -q`, if installed, at the start and after half of the
-    steps
+                               main process also contain the process's age_s and the run's earlier wall_s
+    nvidia-smi-<host>.txt      the output of `nvidia-smi -q`, if installed, at the start and after half of
+                               the steps
 
 Only the main process writes files. Samples of the main process's host are written immediately. Other hosts'
 samples are sent with each checkpoint and at the end of the run. If a host is lost, its samples since the last
@@ -93,7 +92,7 @@ def sampled_hosts(processes: list[ProcessInfo]) -> list[SampledHost]:
             safe_name = re.sub(r"[^A-Za-z0-9._-]", "_", process_info.host)
             unique_name = next(candidate for candidate in numbered(safe_name) if candidate not in used_names)
             hosts.append(SampledHost(unique_name, rank))
-        if process_info.gpu_uuid:
+        if process_info.gpu_uuid:  # ranks on the same host are consecutive
             hosts[-1].gpu_name_by_uuid[process_info.gpu_uuid] = process_info.device
     return hosts
 
@@ -123,32 +122,36 @@ class Telemetry:
         step_count: int,
         earlier_wall_s: float = 0.0,
     ):
-        self.run_folder, self.interval_s = folder, interval_s
-        self.current_step, self.earlier_wall_s = current_step, earlier_wall_s
-        self.middle_step = step_count // 2
+        self.run_folder = folder
+        self.interval_s = interval_s
+        self.current_step = current_step
+        self.earlier_wall_s = earlier_wall_s
+        self.middle_step = step_count // 2  # when nvidia-smi's output is logged again
         self.reported_problems: set[str] = set()
-        self.unsent_texts: deque[tuple[str, str]] = deque()  # (file name, text), not used on the main process
+        # (file name, text) pairs for the main process, which does not use this queue itself
+        self.unsent_texts: deque[tuple[str, str]] = deque()
         # Samples for the trackers, only on the main process
         self.unlogged_samples: deque[dict[str, Any]] = deque()
         self.stop_requested = threading.Event()
         self.sampling_thread: threading.Thread | None = None
+        # Only the first process on a host takes samples
         this_host = next((host for host in sampled_hosts(processes) if host.first_rank == rank), None)
         if this_host and interval_s:
             self.sampling_thread = threading.Thread(target=self._sample_host, args=(this_host,), daemon=True)
             self.sampling_thread.start()
 
     def stop(self) -> None:
-        """Take a last sample, and end the sampling thread."""
+        """Make the sampling thread take a last sample and end. Wait SAMPLER_STOP_TIMEOUT_S at most."""
         self.stop_requested.set()
         if self.sampling_thread:
             self.sampling_thread.join(SAMPLER_STOP_TIMEOUT_S)
 
     def take_unsent_texts(self) -> list[tuple[str, str]]:
-        """Return the (file name, text) pairs since the last call, which the main process writes to files."""
+        """Return and forget the (file name, text) pairs that the main process must append to files."""
         return _take_all(self.unsent_texts)
 
     def write_texts(self, named_texts: list[tuple[str, str]]) -> None:
-        """Write the (file name, text) pairs from other processes. Only the main process calls this method."""
+        """Append texts from other processes to the named files. Only the main process calls this method."""
         try:
             for file_name, sent_text in named_texts:
                 self._write_text(file_name, sent_text)
@@ -156,7 +159,10 @@ class Telemetry:
             self._warn_once(str(error))
 
     def measurement_means(self) -> dict[str, float]:
-        """Return {`telemetry/<name>`: mean since the last call} for the main process's host."""
+        """Return {`telemetry/<name>`: mean since the last call} for the main process's host.
+
+        The method removes the samples from the queue for the trackers.
+        """
         values_by_metric: defaultdict[str, list[float]] = defaultdict(list)
 
         def add_measurements(
@@ -186,7 +192,8 @@ class Telemetry:
     def _sample_host(self, host: SampledHost) -> None:
         """Write a header, a sample every interval_s seconds, and a last sample.
 
-        This method runs in a thread.
+        The method also logs nvidia-smi's output at the start and after half of the steps. It runs in the
+        sampling thread until stop() is called.
         """
         lower_priority()
         try:
@@ -212,6 +219,10 @@ class Telemetry:
             self._warn_once(f"host {host.name} is no longer sampled ({error})")
 
     def _write_header(self, host: SampledHost) -> None:
+        """Write a line that describes the host, at the start of each process's samples.
+
+        On the main process, `before_s` is the run's wall_s before this process started.
+        """
         host_header = {
             "host": host.name,
             "t": round(time.time(), 3),
@@ -225,9 +236,11 @@ class Telemetry:
         self._write_entry(host, host_header)
 
     def _log_nvidia_smi(self, host: SampledHost) -> None:
+        """Append the output of `nvidia-smi -q` to nvidia-smi-<host>.txt, if nvidia-smi is installed."""
         if shutil.which("nvidia-smi") is None:
             return
-        step, utc_time = self.current_step(), time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        step = self.current_step()
+        utc_time = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         try:
             nvidia_smi = subprocess.run(
                 ["nvidia-smi", "-q"], capture_output=True, errors="replace", timeout=NVIDIA_SMI_TIMEOUT_S
@@ -239,31 +252,33 @@ class Telemetry:
         self._write_text(f"nvidia-smi-{host.name}.txt", report_text)
 
     def _write_entry(self, host: SampledHost, telemetry_entry: dict[str, Any]) -> None:
+        """Write a header or a sample as one JSON line. The main process also keeps samples for trackers."""
         self._write_text(f"telemetry-{host.name}.jsonl", json.dumps(telemetry_entry) + "\n")
         is_sample_entry = "step" in telemetry_entry
         if self.run_folder and is_sample_entry:
             self.unlogged_samples.append(telemetry_entry)
 
     def _write_text(self, file_name: str, added_text: str) -> None:
-        """Append the text to a file in the run folder, or keep it for the main process."""
+        """Append a text to a file in the run folder, or keep the text until the main process receives it."""
         if not self.run_folder:
             self.unsent_texts.append((file_name, added_text))
             return
         with open_to_append(self.run_folder / file_name) as appended_file:
             if appended_file.tell():
-                appended_file.seek(-1, os.SEEK_END)
+                appended_file.seek(-1, os.SEEK_END)  # writes always append, regardless of the position
                 if appended_file.read(1) != b"\n":  # A full disk has truncated the last line
                     appended_file.write(b"\n")
             appended_file.write(added_text.encode())
 
     def _warn_once(self, telemetry_problem: str) -> None:
+        """Log a problem, unless it has already been logged."""
         if telemetry_problem not in self.reported_problems:
             self.reported_problems.add(telemetry_problem)
             log.info(f"the telemetry is incomplete: {telemetry_problem}")
 
 
 def _take_all(queue: deque[QueueItem]) -> list[QueueItem]:
-    """Remove and return all items in a queue. A different thread may append to the queue."""
+    """Remove and return the items that a queue contains now. A different thread may append more items."""
     return [queue.popleft() for _ in range(len(queue))]
 
 
@@ -272,7 +287,8 @@ class HostMeter:
 
     def __init__(self) -> None:
         psutil.cpu_percent()  # The first value of cpu_percent() in a thread is meaningless
-        self.sampled_at, self.io_totals_mib = time.monotonic(), _io_totals_mib()
+        self.sampled_at = time.monotonic()
+        self.io_totals_mib = _io_totals_mib()
 
     def since_sample_s(self) -> float:
         """Return the seconds since the last sample."""
@@ -280,13 +296,17 @@ class HostMeter:
 
     def sample(self) -> dict[str, float | None]:
         """Return the host's utilisation since the last sample."""
-        elapsed_s, io_totals_mib, memory = self.since_sample_s(), _io_totals_mib(), psutil.virtual_memory()
-        io_rates: dict[str, float | None] = {}
+        elapsed_s = self.since_sample_s()
+        io_totals_mib = _io_totals_mib()
+        memory = psutil.virtual_memory()
+        io_rates: dict[str, float | None] = {}  # None if the host does not count this traffic
         for traffic_name, total_mib in io_totals_mib.items():
             earlier_total_mib = self.io_totals_mib[traffic_name] or 0
+            # A total decreases if a network interface disappears
             rate_mib_s = total_mib and round(max(0, total_mib - earlier_total_mib) / elapsed_s, 3)
             io_rates[f"{traffic_name}_mib_s"] = rate_mib_s
-        self.sampled_at, self.io_totals_mib = self.sampled_at + elapsed_s, io_totals_mib
+        self.sampled_at += elapsed_s
+        self.io_totals_mib = io_totals_mib
         used_memory_gib = round((memory.total - memory.available) / GIB, 3)
         return {"cpu_pct": psutil.cpu_percent(), "memory_gib": used_memory_gib, **io_rates}
 
@@ -294,7 +314,7 @@ class HostMeter:
 def _io_totals_mib() -> dict[str, float | None]:
     """Return network and disk traffic in MiB since the host booted, without loopback interfaces and RDMA."""
     counters_by_interface = psutil.net_io_counters(pernic=True)
-    net_counters = [counters for name, counters in counters_by_interface.items() if name != "lo"]
+    net_counters = [counters for interface, counters in counters_by_interface.items() if interface != "lo"]
     try:
         disk_counters = psutil.disk_io_counters()
     except NotImplementedError:  # Some containers do not provide /proc/diskstats
@@ -337,24 +357,28 @@ class Gpu:
     """
 
     def __init__(self, nvml: Any, index: int, uuid: str, report_problem: Callable[[str], None]):
-        self.nvml, self.index, self.report_problem = nvml, index, report_problem
-        try:
+        self.nvml = nvml
+        self.index = index
+        self.report_problem = report_problem
+        try:  # torch's UUID lacks NVML's prefix
             self.handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        except nvml.NVMLError_NotFound:
+        except nvml.NVMLError_NotFound:  # the UUID may belong to a GPU partition
             self.handle = nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
         self.bit_by_reason: dict[str, int] = {}  # bit of each throttle reason in NVML's mask
         for throttle_reason in THROTTLE_REASONS:
-            camel_case_reason = throttle_reason.title().replace("_", "")
+            camel_case_reason = throttle_reason.title().replace("_", "")  # as in NVML's constants
             self.bit_by_reason[throttle_reason] = getattr(nvml, f"nvmlClocksEventReason{camel_case_reason}")
         self.first_energy_mj = self._read_nvml("TotalEnergyConsumption")
 
     def sample(self) -> dict[str, Any]:
-        """Return a sample.
+        """Return the GPU's current measurements.
 
         `energy_wh` is the increase in the GPU's energy counter since this object was created.
         """
-        utilisation_rates, gpu_memory = self._read_nvml("UtilizationRates"), self._read_nvml("MemoryInfo")
-        power_mw, energy_mj = self._read_nvml("PowerUsage"), self._read_nvml("TotalEnergyConsumption")
+        utilisation_rates = self._read_nvml("UtilizationRates")
+        gpu_memory = self._read_nvml("MemoryInfo")
+        power_mw = self._read_nvml("PowerUsage")
+        energy_mj = self._read_nvml("TotalEnergyConsumption")
         used_energy_wh = None
         if energy_mj is not None and self.first_energy_mj is not None:
             used_energy_wh = round((energy_mj - self.first_energy_mj) / MILLIJOULES_PER_WH, 4)
@@ -374,6 +398,10 @@ class Gpu:
         }
 
     def _read_nvml(self, nvml_quantity: str, *nvml_arguments: Any) -> Any:
+        """Return the result of nvmlDeviceGet<nvml_quantity>(), or None if it is unsupported or fails.
+
+        Failures are reported.
+        """
         try:
             read_quantity = getattr(self.nvml, f"nvmlDeviceGet{nvml_quantity}")
             return read_quantity(self.handle, *nvml_arguments)

@@ -52,7 +52,8 @@ class MeasurementTotals:
     def add(self, measurement: float | None) -> None:
         """Add a number to the stream, or ignore None."""
         if measurement is not None:
-            self.count, self.total = self.count + 1, self.total + measurement
+            self.count += 1
+            self.total += measurement
             self.maximum = measurement if self.maximum is None else max(self.maximum, measurement)
 
     @property
@@ -70,6 +71,13 @@ class GpuEnergy:
     last_power_sample: tuple[float, float] | None = None  # (time in s, power in W)
 
     def add_sample(self, time_s: float, counted_wh: float | None, power_w: float | None) -> None:
+        """Update the energy with one sample of the GPU.
+
+        Args:
+            time_s: Time of the sample in seconds.
+            counted_wh: Energy in Wh that the GPU's counter has measured in this start, if supported.
+            power_w: Power in W, if supported. The method integrates the power with the trapezoidal rule.
+        """
         if counted_wh is not None:
             self.counted_wh = counted_wh
         if power_w is not None:
@@ -106,7 +114,8 @@ def summarize(telemetry_file: Path) -> HostSummary:
         for telemetry_entry in json_lines(telemetry_file):
             is_header = "host" in telemetry_entry
             if is_header:
-                start_count, gpu_count = start_count + 1, len(telemetry_entry["devices"])
+                start_count += 1
+                gpu_count = len(telemetry_entry["devices"])
                 continue
             sample_count += 1
             for measurement_name in HOST_MEASUREMENTS:
@@ -114,6 +123,7 @@ def summarize(telemetry_file: Path) -> HostSummary:
             for gpu_sample in telemetry_entry.get("gpus", []):
                 for measurement_name in GPU_MEASUREMENTS:
                     totals_by_measurement[f"gpu_{measurement_name}"].add(gpu_sample[measurement_name])
+                # 100 or 0, so that the mean is the percentage of throttled samples
                 throttled_pct = None if gpu_sample["throttle"] is None else 100 * bool(gpu_sample["throttle"])
                 totals_by_measurement["throttled"].add(throttled_pct)
                 throttle_reasons.update(gpu_sample["throttle"] or ())
@@ -148,7 +158,7 @@ def energy_wh(summaries: list[HostSummary]) -> float | None:
 
 
 def _sum_unless_unknown(energies_wh: list[float | None]) -> float | None:
-    """Return the total energy in Wh, or None if the list is empty or contains None."""
+    """Return the total energy in Wh, or None if the list is empty or contains None (an unknown energy)."""
     known_energies_wh = [energy for energy in energies_wh if energy is not None]
     are_all_energies_known = 0 < len(known_energies_wh) == len(energies_wh)
     return sum(known_energies_wh) if are_all_energies_known else None

@@ -57,7 +57,8 @@ def scale_loss_on_cpu(accelerator: Any) -> None:
     """
     import torch
 
-    accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
+    accelerator.native_amp = True
+    accelerator.scaler = torch.amp.GradScaler("cpu")
 
 
 def set_backend(backend: str, distributed_type: Any) -> None:

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# DeepSpeed functions that compare values across ranks, which is impossible in a fake process group
-COMPARISONS = ("assert_ints_same_as_other_ranks", "assert_lst_len_same_as_other_ranks")
+# Names of DeepSpeed functions that compare values across ranks, which is impossible in a fake process group
+RANK_COMPARISONS = ("assert_ints_same_as_other_ranks", "assert_lst_len_same_as_other_ranks")
 
 
 def use_gloo() -> None:
@@ -37,7 +37,7 @@ def allow_fp16_on_cpu() -> None:
 
 
 def import_muon() -> None:
-    """Import DeepSpeed's module for the Muon optimizer without torch.compile.
+    """Import DeepSpeed's module for the Muon optimizer while torch.compile is disabled in DeepSpeed.
 
     DeepSpeed imports this module to check the type of every optimizer. During the import, the module calls
     torch.compile, which takes 5 s in each process.
@@ -45,6 +45,7 @@ def import_muon() -> None:
     from deepspeed.runtime import compiler
 
     original_compile = compiler.compile
+    # The replacement returns a decorator that leaves its function uncompiled
     compiler.compile = lambda *_, **__: lambda decorated_function: decorated_function
     importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
     compiler.compile = original_compile
@@ -55,15 +56,16 @@ def hide_untested_optimizers() -> None:
 
     DeepSpeed prints this warning even if zero_allow_untested_optimizer is true in the DeepSpeed config.
     """
-    logging.getLogger("DeepSpeed").addFilter(_is_other_message)
+    logging.getLogger("DeepSpeed").addFilter(_is_not_optimizer_warning)
 
 
-def _is_other_message(log_record: logging.LogRecord) -> bool:
+def _is_not_optimizer_warning(log_record: logging.LogRecord) -> bool:
+    """Return False for the warning about an untested optimizer, so that the logger drops it."""
     return "untested optimizer" not in log_record.getMessage()
 
 
 def allow_smallest_scale(zero_optimizer: Any) -> None:
-    """Allow the loss scale of fp16 training to stay at the minimum.
+    """Let fp16 training continue when ZeRO's loss scale reaches its minimum.
 
     Otherwise, ZeRO's optimizer raises an Exception when the loss scale reaches the minimum. In this project,
     the class Run reports a non-finite loss in one line instead.
@@ -79,7 +81,7 @@ def call_at_overflow(zero_optimizer: Any, report_overflow: Callable[[], None]) -
     """
     original_update_scale = zero_optimizer._update_scale
 
-    def update_scale_and_report(has_overflow: bool = False) -> None:
+    def update_scale_and_report(has_overflow: bool = False) -> None:  # DeepSpeed calls this in every step
         if has_overflow:
             report_overflow()
         original_update_scale(has_overflow)
@@ -98,8 +100,8 @@ def parameter_fragment(parameter: Any) -> tuple[int, int, int] | None:
     """
     if (fragment_mapping := parameter._hp_mapping) is None:
         return None  # this process has no fragment
-    parameter_range = fragment_mapping.lp_fragment_address
-    partition_range = fragment_mapping.hp_fragment_address
+    parameter_range = fragment_mapping.lp_fragment_address  # in the low-precision parameter
+    partition_range = fragment_mapping.hp_fragment_address  # in the flat high-precision master weights
     return parameter_range.start, parameter_range.numel, partition_range.start
 
 
@@ -111,53 +113,56 @@ def partition_rank(zero_optimizer: Any, parameter: Any) -> int:
     return zero_optimizer._get_param_partition_rank(parameter)
 
 
-def end_zero3_step(zero_optimizer: Any, partition_count: int) -> None:
-    """Copy the master weights into the model, as ZeRO-3 does at the end of an optimizer step.
+def end_zero3_step(zero_optimizer: Any, sub_group_count: int) -> None:
+    """Copy the fp32 master weights into the model, as ZeRO-3 does at the end of an optimizer step.
 
-    DeepSpeed's public function safe_set_full_fp32_param does not update the weights for the next forward
-    pass.
+    This function is collective. DeepSpeed's public function safe_set_full_fp32_param does not update the
+    weights for the next forward pass.
     """
-    zero_optimizer._partition_all_parameters()
-    for partition_index in range(partition_count):
-        zero_optimizer._reassign_or_swap_out_partitioned_parameters(partition_index)
+    zero_optimizer._partition_all_parameters()  # frees the gathered parameters
+    for sub_group_index in range(sub_group_count):
+        zero_optimizer._reassign_or_swap_out_partitioned_parameters(sub_group_index)
+    # Small parameters stay gathered on all ranks. DeepSpeed gathers all of them with one parameter's method
     if zero_optimizer.persistent_parameters:
         zero_optimizer.persistent_parameters[0].all_gather(zero_optimizer.persistent_parameters)
 
 
 def zero_loss_scale(zero_optimizer: Any) -> tuple[float, int] | None:
-    """Return the fp16 loss scale and the number of steps since the last overflow.
+    """Return ZeRO's fp16 loss scale and the number of steps since the last overflow.
 
     This project's checkpoints store only these two numbers, under every strategy. DeepSpeed's checkpoints
     store the loss scaler as a pickle. The result is None if the loss scale is not dynamic.
     """
     if (loss_scaler := _dynamic_scaler(zero_optimizer)) is None:
         return None  # the loss scale is not dynamic
+    # cur_iter is the index of the next step, and last_overflow_iter is -1 before the first overflow
     return loss_scaler.cur_scale, loss_scaler.cur_iter - loss_scaler.last_overflow_iter - 1
 
 
 def set_zero_loss_scale(zero_optimizer: Any, loss_scale: float, good_steps: int) -> None:
-    """Set the fp16 loss scale and the number of steps since the last overflow, as in zero_loss_scale()."""
+    """Set ZeRO's dynamic fp16 loss scale, and set the steps since the last overflow to `good_steps`."""
     loss_scaler = _dynamic_scaler(zero_optimizer)
     loss_scaler.cur_scale = loss_scale
     loss_scaler.cur_iter = loss_scaler.last_overflow_iter + 1 + good_steps
 
 
 def _dynamic_scaler(zero_optimizer: Any) -> Any:
+    """Return ZeRO's loss scaler, or None if the loss scale is not dynamic."""
     loss_scaler = getattr(zero_optimizer, "loss_scaler", None)
     return loss_scaler if getattr(loss_scaler, "dynamic", False) else None
 
 
 def skip_comparisons() -> None:
-    """Disable the functions in COMPARISONS in all DeepSpeed modules.
+    """Replace the functions in RANK_COMPARISONS in all DeepSpeed modules with functions that do nothing.
 
     plan.py simulates a job in a single process, so there are no other ranks to compare values with.
     """
-    import deepspeed.runtime.zero.partition_parameters  # imports all modules that contain COMPARISONS
+    import deepspeed.runtime.zero.partition_parameters  # imports all modules that contain RANK_COMPARISONS
     import deepspeed.runtime.zero.stage3
 
-    del deepspeed
+    del deepspeed  # the imports only load the modules
     for module_name, deepspeed_module in list(sys.modules.items()):
         if module_name.startswith("deepspeed."):
-            for function_name in COMPARISONS:
+            for function_name in RANK_COMPARISONS:
                 if function_name in vars(deepspeed_module):
                     setattr(deepspeed_module, function_name, lambda *_, **__: None)

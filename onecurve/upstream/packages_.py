@@ -44,7 +44,7 @@ def import_evaluate(module_cache: Path) -> Any:
     contain an incomplete copy from another process. `evaluate` also imports transformers for pipelines, which
     takes 2 s.
     """
-    loaded_modules: dict[str, Any] = sys.modules
+    loaded_modules: dict[str, Any] = sys.modules  # declared with a type that permits None
     loaded_modules.setdefault("transformers", None)  # None makes an import fail
     import evaluate
 

@@ -26,7 +26,10 @@ class _CompilerStandIn(ModuleType):
     disable = staticmethod(lambda function, *_, **__: function)
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__") and attribute != "__path__":  # `inspect` reads these attributes
+        """Import the real module on first use, and return the module's attribute."""
+        # `inspect` reads double-underscore attributes, which must not trigger the import. The import of a
+        # submodule reads __path__
+        if attribute.startswith("__") and attribute != "__path__":
             raise AttributeError(attribute)
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
@@ -150,7 +153,7 @@ def unscale_before_step(optimizer: Any) -> None:
     Otherwise, torch's fused optimizers divide the gradients in the step's kernel, and fused SGD rounds
     differently from a sharded model's optimizer.
     """
-    optimizer._step_supports_amp_scaling = False
+    optimizer._step_supports_amp_scaling = False  # read by torch.amp.GradScaler
 
 
 def loss_scale(scaler: Any) -> tuple[float, int]:
@@ -163,7 +166,7 @@ def loss_scale(scaler: Any) -> tuple[float, int]:
 
 
 def set_loss_scale(scaler: Any, scale: float, good_steps: int) -> None:
-    """Set a torch.amp.GradScaler's loss scale and the number of steps since its last overflow."""
+    """Set a torch.amp.GradScaler's loss scale, and set the steps since its last overflow to `good_steps`."""
     scaler.load_state_dict(scaler.state_dict() | {"scale": scale, "_growth_tracker": good_steps})
 
 
@@ -193,7 +196,7 @@ def set_default_group_timeout(timeout_s: int) -> None:
 
 
 def flight_record() -> list[dict[str, Any]]:
-    """Return the collectives in torch's flight recorders for gloo and NCCL.
+    """Return the recent collectives of this process from torch's flight recorders for gloo and NCCL.
 
     The report of a hanging job uses the flight recorders to name the collective for which the job waits. With
     torch's public settings, the flight recorders only write the collectives to a file after a timeout.
@@ -202,7 +205,7 @@ def flight_record() -> list[dict[str, Any]]:
 
     collectives = []
     for dump_name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # flight recorders of gloo and NCCL
-        with suppress(AttributeError, RuntimeError, ValueError):
+        with suppress(AttributeError, RuntimeError, ValueError):  # without a recorder for this backend
             dump_flight_recorder = getattr(c10d, dump_name)
             collectives += json.loads(dump_flight_recorder()).get("entries", [])
     return collectives
@@ -232,7 +235,7 @@ def stop_ddp_timing(ddp: Any) -> None:
     Otherwise, DDP records CUDA events in every hundredth step, which is not allowed while a graph is
     captured.
     """
-    ddp._set_ddp_runtime_logging_sample_rate(UNREACHED_STEP)
+    ddp._set_ddp_runtime_logging_sample_rate(UNREACHED_STEP)  # time only every UNREACHED_STEP-th step
 
 
 def reset_reducer(ddp: Any) -> None:

@@ -68,7 +68,7 @@ def hide_whole_shapes() -> None:
     """
     from torch.distributed.tensor import _sharding_prop
 
-    _sharding_prop.detect_fake_mode = lambda *_: None
+    _sharding_prop.detect_fake_mode = lambda *_: None  # DTensor then creates a new mode
 
 
 def keep_first_buckets(ddp: Any) -> None:
@@ -77,6 +77,8 @@ def keep_first_buckets(ddp: Any) -> None:
 
 
 class _FixedBucketReducer:
+    """Wrapper around DDP's reducer that never rebuilds the gradient buckets."""
+
     def __init__(self, ddp_reducer: Any):
         self.ddp_reducer = ddp_reducer
 
