@@ -38,11 +38,11 @@ LARGE_ELEMENT_COUNT = 2**24  # number of fp32 elements in the large all-reduce (
 DIGEST_DIGITS = 12  # number of hexadecimal digits to compare of each SHA-256 digest
 TIMED_ALL_REDUCES = 5  # number of timed all-reduces per size
 
-_listening_sockets: list[socket.socket] = []  # stay open until this process ends
+_listening_sockets: list[socket.socket] = []  # sockets that stay open until this process ends
 
 
 def main() -> None:
-    """Answer questions until doctor.py ends and closes the input."""
+    """Answer questions from stdin on stdout until doctor.py ends and closes stdin."""
     for question_name, question_arguments in read_requests():
         try:
             question_answer = QUESTIONS[question_name](**question_arguments)
@@ -72,7 +72,11 @@ def describe_host(data_location: str | None) -> dict[str, Any]:
 
 
 def find_route(first_host_address: str) -> dict[str, Any]:
-    """Return the network interface on the route to the master, and this host's address on the interface."""
+    """Return the network interface on the route to the first host, and this host's address on the interface.
+
+    Raises:
+        ValueError: If there is no route, or if GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME matches no interface.
+    """
     if network_problem := interface_problem(os.environ, bool(list_gpus().gpus)):
         raise ValueError(network_problem)
     network_interface, local_address = interface_to(first_host_address)
@@ -80,8 +84,13 @@ def find_route(first_host_address: str) -> dict[str, Any]:
 
 
 def listen_on_port(port: int) -> dict[str, Any]:
-    """Listen on a port unless another process uses it. Also return a free port number."""
-    with socket.create_server(("", 0)) as free_socket:
+    """Listen on a port until this process ends, unless another process uses the port.
+
+    Returns:
+        Keys `taken` (None, or the reason why this process can't listen) and `free_port` (a different, unused
+        port).
+    """
+    with socket.create_server(("", 0)) as free_socket:  # port 0 selects a free port
         _, free_port = free_socket.getsockname()
     taken_reason = None
     try:
@@ -92,6 +101,7 @@ def listen_on_port(port: int) -> dict[str, Any]:
 
 
 def connect_to_port(address: str, port: int) -> dict[str, Any]:
+    """Test a TCP connection. Return the key `refused` with the failure reason, or with None on success."""
     try:
         socket.create_connection((address, port), timeout=5).close()
     except OSError as connect_error:
@@ -126,6 +136,7 @@ def probe_folder(folder: str, token_name: str, creates_token: bool) -> dict[str,
 
 
 def remove_token(token_file: str) -> dict[str, Any]:
+    """Remove the file that probe_folder() created on this host. The answer is empty."""
     Path(token_file).unlink(missing_ok=True)
     return {}
 
@@ -167,6 +178,7 @@ def run_all_reduce(
         Key `ranks`, a list with one answer per process. Each answer contains torch's facts about the GPU, and
         either the latency and the bandwidth or a `problem`.
     """
+    # The user's own interface variables take precedence over `interface`.
     job_env = use_interface(interface) | os.environ | visible_devices(device_indices)
     job_env |= {"MASTER_ADDR": first_host_address, "MASTER_PORT": str(port), "WORLD_SIZE": str(process_count)}
     gpu_flags = ["--gpus"] if uses_gpus else []
@@ -184,6 +196,7 @@ def run_all_reduce(
     deadline_s = time.monotonic() + job_timeout_s
 
     def wait_for_answer(rank_process: subprocess.Popen[str]) -> dict[str, Any]:
+        """Wait until a process ends, or kill it at the deadline. Merge its lines of JSON into one answer."""
         rank_answer: dict[str, Any] = {"problem": None}
         try:
             rank_output, rank_error_text = rank_process.communicate(timeout=deadline_s - time.monotonic())
@@ -195,7 +208,7 @@ def run_all_reduce(
             rank_answer |= json.loads(answer_line)
         if rank_process.returncode and not rank_answer["problem"]:
             rank_problem_text = rank_error_text.strip() or f"exit status {rank_process.returncode}"
-            rank_answer["problem"] = rank_problem_text.splitlines()[-1]
+            rank_answer["problem"] = rank_problem_text.splitlines()[-1]  # last line of the traceback
         return rank_answer
 
     with ThreadPoolExecutor(len(rank_processes)) as thread_pool:
@@ -273,7 +286,7 @@ def _data_digest(data_location: str) -> dict[str, Any]:
         return {"problem": None}  # no digest, because each host generates or downloads the data
     data_facts: dict[str, Any] = {"problem": None}
     try:
-        if data_location.startswith("s3://"):
+        if data_location.startswith("s3://"):  # hosts that see the same shards read the same manifest
             from onecurve.data.shards import find_stored_manifest
             from onecurve.system.s3 import ObjectStore
 
@@ -308,16 +321,19 @@ def _visible_files(top_folder: Path) -> Iterator[Path]:
     for folder, subfolders, file_names in os.walk(top_folder, followlinks=True):
         yield from (Path(folder) / file_name for file_name in file_names if not is_hidden(file_name))
         visible_names = (name for name in subfolders if not is_hidden(name))
+        # os.walk() visits only the subfolders that remain in this list.
         subfolders[:] = [name for name in visible_names if not is_link_to_parent(Path(folder, name))]
 
 
 def _resolve_host_name(host_name: str) -> str | None:
+    """Return a host name's IPv4 address, or None if this host can't resolve the name."""
     with suppress(OSError):
         return socket.gethostbyname(host_name)
     return None
 
 
 def _package_version(package_name: str) -> str | None:
+    """Return the installed version of a package, or None if the package is not installed."""
     with suppress(metadata.PackageNotFoundError):
         return metadata.version(package_name)
     return None
@@ -334,9 +350,10 @@ def _nccl_version() -> str | None:
 
 _ANSWERING_FUNCTIONS: list[Callable[..., dict[str, Any]]] = [describe_host, find_route, listen_on_port]
 _ANSWERING_FUNCTIONS += [connect_to_port, probe_folder, remove_token, probe_s3, run_all_reduce]
+# Function that answers each question, by the question's name in a request
 QUESTIONS = {answering_function.__name__: answering_function for answering_function in _ANSWERING_FUNCTIONS}
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:  # run_all_reduce() started this process
-        run_all_reduce_rank(timeout_s=float(sys.argv[1]), uses_gpu="--gpus" in sys.argv)
+        run_all_reduce_rank(timeout_s=float(sys.argv[1]), uses_gpu="--gpus" in sys.argv)  # never returns
     main()

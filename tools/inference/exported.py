@@ -27,7 +27,7 @@ from tools.inference.inference import evaluated_split, pixels_of, preprocessing_
 WEIGHTS_FILE, CONFIG_FILE, CODE_FILE = "model.safetensors", "config.json", "model.py"
 MODEL_PY_TEMPLATE = Template(Path(__file__).with_name("model.py.j2").read_text(), keep_trailing_newline=True)
 ONNX_OPSET = 20
-# timm config keys that describe the pretrained weights
+# timm config keys that describe the weights published by timm
 PRETRAINED_WEIGHTS_KEYS = ("tag", "license", "paper_ids", "paper_name", "origin_url", "notes")
 
 
@@ -46,6 +46,7 @@ class ExportedModel:
 
     @property
     def is_timm_model(self) -> bool:
+        """True if timm contains the model. timm adds `pretrained_cfg` to its models."""
         return hasattr(self.model, "pretrained_cfg")
 
     @property
@@ -64,37 +65,45 @@ class ExportedModel:
 
 
 def open_trained(
-    location: str, which: str, script_file: str | None, words: list[str], scratch: Path, sample_count: int
+    location: str, which: str, script_file: str | None, flag_words: list[str], scratch: Path, sample_size: int
 ) -> ExportedModel:
-    """Open a trained model and some held-out images.
+    """Load a trained model in fp32 on the CPU, and some held-out images of its data.
 
     Args:
         location: The model's path or s3:// URL.
         which: Checkpoint to open if `location` is a run, "best" or "latest".
         script_file: The train script's path, or None if the script is in this project.
-        words: Train script flags that change the recipe.
+        flag_words: Train script flags that change the recipe.
         scratch: Folder for downloaded files.
-        sample_count: Number of held-out images.
+        sample_size: Number of held-out images.
+
+    Raises:
+        ValueError: If the model has no recipe, its data is unknown, or the data contains unknown classes.
     """
-    trained_model = find_model(location, which, scratch, lambda: None)
+
+    def ignore_heartbeat() -> None:
+        """Do nothing, because no other process waits for export.py."""
+
+    trained_model = find_model(location, which, scratch, ignore_heartbeat)
     if trained_model.recipe is None:
         model_problem = "is a single file without a recipe. Specify the checkpoint folder or the run folder"
         raise ValueError(f"{trained_model.name} {model_problem}.")
-    given_flags = [word.partition("=")[0] for word in words]
+    given_flags = [word.partition("=")[0] for word in flag_words]
     if "data" not in trained_model.recipe and "--data" not in given_flags:
         remedy = "Pass --data FOLDER with some of the images."
         raise ValueError(f"{trained_model.name} does not record the path of the training data. {remedy}")
-    script, recipe, _ = open_script(trained_model, script_file, words)
-    cached_data = prepare_cache(recipe, lambda: None, is_evaluation_only=True)
+    script, recipe, _ = open_script(trained_model, script_file, flag_words)
+    cached_data = prepare_cache(recipe, ignore_heartbeat, is_evaluation_only=True)
     data_images = open_images(Path(cached_data.folder), recipe)
     class_match = match_classes(trained_model.names or trained_model.classes, data_images.classes)
     class_match.refuse_unknown(recipe.data, trained_model.name)
     model = script.build_model(recipe, len(class_match.model))
     load_weights(model, trained_model, script, recipe)
     model.eval()
-    preprocessing = mean, std, crop = preprocessing_of(trained_model, script, recipe, model)
+    preprocessing = preprocessing_of(trained_model, script, recipe, model)
+    mean, std, crop = preprocessing
     val_split = evaluated_split(data_images.val, trained_model)
-    sample_ids = np.arange(min(sample_count, len(data_images.val)), dtype=np.int64)
+    sample_ids = np.arange(min(sample_size, len(data_images.val)), dtype=np.int64)
     sample_pixels = pixels_of(val_split, sample_ids, recipe, crop)
     sample_inputs = to_float(sample_pixels, mean, std, recipe.image_size, crop.enlargement).contiguous()
     is_cropped = val_split.cropped if trained_model.cropped is None else trained_model.cropped
@@ -104,7 +113,7 @@ def open_trained(
 
 
 def write_model(exported_model: ExportedModel, folder: Path) -> dict[str, Any]:
-    """Write the weights and config.json, and also write model.py unless timm contains the model.
+    """Write the weights and config.json to a folder, and also model.py unless timm contains the model.
 
     config.json contains a section `trained_by` for predict.py and validate.py. This section stores only the
     last component of the data path.
@@ -123,7 +132,7 @@ def write_model(exported_model: ExportedModel, folder: Path) -> dict[str, Any]:
             safe_serialization=True,
         )
         config_json = json.loads((folder / CONFIG_FILE).read_text())
-        for weights_key in PRETRAINED_WEIGHTS_KEYS:  # these keys do not describe the trained weights
+        for weights_key in PRETRAINED_WEIGHTS_KEYS:  # they do not describe the exported weights
             config_json["pretrained_cfg"].pop(weights_key, None)
         # transformers passes num_classes separately.
         config_json.get("model_args", {}).pop("num_classes", None)
@@ -133,7 +142,7 @@ def write_model(exported_model: ExportedModel, folder: Path) -> dict[str, Any]:
     is_data_public = data_path in BUILT_IN_DATA or data_path.startswith("hub:")
     trained_recipe = recipe_part(exported_model.recipe)
     trained_recipe["data"] = data_path if is_data_public else f"./{Path(data_path).name}"
-    trained_recipe.pop("weights", None)
+    trained_recipe.pop("weights", None)  # initial weights, which the exported weights replace
     trained_by: dict[str, Any] = {"script": exported_model.trained_model.script, "recipe": trained_recipe}
     trained_by |= {"classes": exported_model.classes, "cropped": exported_model.is_cropped}
     trained_by["preprocessing"] = exported_model.preprocessing.to_json()
@@ -144,6 +153,11 @@ def write_model(exported_model: ExportedModel, folder: Path) -> dict[str, Any]:
 
 
 def _write_weights_and_code(exported_model: ExportedModel, folder: Path) -> dict[str, Any]:
+    """Write model.safetensors and model.py, and return the content of config.json.
+
+    Raises:
+        ValueError: If the train script has no Model section, which becomes the code in model.py.
+    """
     from safetensors.torch import save_file
 
     script_file = str(exported_model.script.__file__)
@@ -155,6 +169,7 @@ def _write_weights_and_code(exported_model: ExportedModel, folder: Path) -> dict
     }
     save_file(weights, folder / WEIGHTS_FILE)
     flag_values = vars(exported_model.recipe).items()
+    # Recipe values that the code in model.py reads
     used_flags = {flag: flag_value for flag, flag_value in flag_values if f"recipe.{flag}" in model_code}
     model_py = MODEL_PY_TEMPLATE.render(script=exported_model.script.__name__, model=model_code)
     (folder / CODE_FILE).write_text(model_py)
@@ -170,7 +185,8 @@ def _write_weights_and_code(exported_model: ExportedModel, folder: Path) -> dict
 def check_reloaded(exported_model: ExportedModel, folder: Path) -> None:
     """Load the exported model as a user would, and raise ValueError unless the logits are bitwise identical.
 
-    Loading fails if the script's Model section uses names that model.py does not import from torch.
+    For a script's model, this function runs the code in model.py. Loading fails if the script's Model section
+    uses names that model.py does not import from torch.
     """
     if exported_model.is_timm_model:
         import timm
@@ -192,7 +208,7 @@ def check_reloaded(exported_model: ExportedModel, folder: Path) -> None:
 def write_onnx(exported_model: ExportedModel, config_json: dict[str, Any], onnx_file: Path) -> None:
     """Write the model as an ONNX file for any batch size.
 
-    The metadata contains preprocessing and class names.
+    The file's metadata contains the preprocessing, the class names and config_json["architecture"].
     """
     batch_dimension = torch.export.Dim("batch", min=1)
     onnx_program = torch.onnx.export(
@@ -217,11 +233,12 @@ def check_onnx(exported_model: ExportedModel, onnx_file: Path, max_difference: f
     import onnxruntime
 
     onnx_session = onnxruntime.InferenceSession(onnx_file, providers=["CPUExecutionProvider"])
+    # Use two batch sizes, because the file must support any batch size.
     for input_batch in (exported_model.sample_inputs, exported_model.sample_inputs[:1]):
         (onnx_logits,) = onnx_session.run(["logits"], {"images": input_batch.numpy()})
         with torch.inference_mode():
             torch_logits = exported_model.model(input_batch)
             logit_difference = float((torch.from_numpy(onnx_logits) - torch_logits).abs().max())
-        if not logit_difference <= max_difference:
+        if not logit_difference <= max_difference:  # also raises for NaN
             logits_problem = f"the logits from ONNX Runtime and PyTorch differ by {logit_difference:.1e}"
             raise ValueError(f"{logits_problem}, which exceeds {max_difference:g}")

@@ -56,15 +56,15 @@ class InferenceSettings:
         choices=("no", "bf16", "fp16"),
     )
     deterministic: bool = setting(False, "Produce bitwise identical results in every run on the same GPUs.")
-    deepspeed_config: str | None = setting(None)
+    deepspeed_config: str | None = setting(None)  # flags.yaml contains the help text
     timeout_s: int = setting(
         300, "Seconds without progress in a process after which the job ends.", minimum=1
     )
 
     def start(self) -> tuple[Accelerator, Batch]:
-        """Start the job and return the Accelerator.
+        """Start the job, and return the Accelerator and the batch arithmetic.
 
-        Each process loads the entire model under every strategy.
+        The model is not compiled. Each process loads the entire model under every strategy.
         """
         job_setting_names = ["per_device_batch_size", "mixed_precision", "deterministic"]
         job_setting_names += ["deepspeed_config", "timeout_s"]
@@ -90,13 +90,19 @@ class InferenceSettings:
         with tempfile.TemporaryDirectory(prefix="inference-") as scratch:
 
             def find_model_and_list_inputs(heartbeat: Heartbeat) -> tuple[dict[str, Any], Any]:
-                return dataclasses.asdict(self._find_model(location, Path(scratch), heartbeat)), list_inputs()
+                trained_model = self._find_model(location, Path(scratch), heartbeat)
+                return dataclasses.asdict(trained_model), list_inputs()
 
+            # The main process sends the model's fields and the inputs to the other processes as JSON.
             model_fields, inputs = once(accelerator, "model", find_model_and_list_inputs, self.timeout_s)
             yield TrainedModel(**model_fields), inputs, Path(scratch)
 
     def _find_model(self, location: str, scratch: Path, heartbeat: Heartbeat) -> TrainedModel:
-        """Find the model in files, or download a timm model's weights from the Hugging Face Hub."""
+        """Find the model in files, or download a timm model's weights from the Hugging Face Hub.
+
+        Raises:
+            ValueError: If the location does not exist or contains no valid model.
+        """
         if self.pretrained or (is_hub_name(location) and not Path(location).exists()):
             timm_model_name = timm_name(location)
             trained_model = find_model(
@@ -109,6 +115,7 @@ class InferenceSettings:
             remedy = "To use a timm model with this name, add --pretrained."
             raise ValueError(f"{location} does not exist. {remedy}")
         trained_model = find_model(location, self.which, scratch, heartbeat)
+        # Only a file without a recipe needs --model to state the architecture.
         if self.model and not self.script and trained_model.recipe is None:
             return as_timm_model(trained_model, timm_name(self.model))
         return trained_model
@@ -143,22 +150,24 @@ def evaluated_split(split: Split, trained_model: TrainedModel) -> Split:
 def pixels_of(split: Split, ids: np.ndarray, recipe: ImageRecipe, crop: Crop) -> Tensor:
     """Return the pixels of the images with these ids as uint8 [n, H, W, 3], before normalisation."""
     image_size, seed = recipe.image_size, recipe.seed
+    single_batch_plan = [(0, ids)]  # one batch in epoch 0
     pixel_batches = split.batches(
-        [(0, ids)], device="cpu", train=False, size=image_size, seed=seed, workers=0, crop=crop
+        single_batch_plan, device="cpu", train=False, size=image_size, seed=seed, workers=0, crop=crop
     )
     return next(iter(pixel_batches)).images
 
 
 def record_head_inputs(model: Any) -> list[np.ndarray]:
-    """Record the inputs of the model's head.
+    """Register a hook that records the inputs of the model's head in all later forward passes.
 
     The head is the first classifier of a timm model, or the last linear layer of any other model.
 
     Returns:
-        List to which each forward pass appends a float32 array [B, features].
+        List to which each forward pass appends a float32 array [B, features], copied to the CPU.
     """
     linear_layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
     head_layer = model.get_classifier() if hasattr(model, "get_classifier") else linear_layers[-1]
+    # A distilled timm model has a tuple of two classifiers.
     head_layer = head_layer[0] if isinstance(head_layer, tuple) else head_layer
     head_inputs: list[np.ndarray] = []
 

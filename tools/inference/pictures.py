@@ -38,11 +38,12 @@ def find_pictures(arguments: Sequence[str]) -> list[str]:
         if argument == "-":
             image_files += [path_line.rstrip("\r\n") for path_line in sys.stdin if path_line.strip()]
         elif os.path.isdir(argument):
-            images = [os.path.join(argument, path) for path in list_images(Path(argument), ignored_files)]
-            if not images:
+            # list_images() adds the folder's other files to ignored_files.
+            image_paths = list_images(Path(argument), ignored_files)
+            if not image_paths:
                 other_files = f", but {ignored_files}" if ignored_files.counts else ""
                 raise ValueError(f"{argument} contains no images{other_files}. Pass a folder with images")
-            image_files += images
+            image_files += [os.path.join(argument, image_path) for image_path in image_paths]
         elif glob.has_magic(argument) and not os.path.exists(argument):
             glob_files = sorted(path for path in glob.glob(argument, recursive=True) if os.path.isfile(path))
             if not glob_files:
@@ -79,9 +80,10 @@ class Pictures(Dataset[tuple[int, Tensor | str]]):
         return len(self.files)
 
     def __getitem__(self, image_id: int) -> tuple[int, Tensor | str]:
+        """Read and decode an image file. Return the id with the model input, or with an error message."""
         image_size, mean, std, is_cropped, crop = self.preprocessing
         try:
-            read_image_file = retried(Path(self.files[image_id]).read_bytes)
+            read_image_file = retried(Path(self.files[image_id]).read_bytes)  # retries transient errors
             pixels = decode_image(read_image_file())  # uint8 [H, W, 3]
         except OSError as read_error:
             return image_id, read_error.strerror or str(read_error)
@@ -103,7 +105,10 @@ class PictureBatch(NamedTuple):
 def picture_batches(
     pictures: Pictures, ids: Sequence[int], batch_size: int, workers: int
 ) -> Iterator[PictureBatch]:
-    """Yield batches of up to `batch_size` images in the order of `ids`, decoded in `workers` processes."""
+    """Yield batches of up to `batch_size` images in the order of `ids`, decoded in `workers` processes.
+
+    Without worker processes, this process decodes the images.
+    """
     batch_ids = [list(ids[start : start + batch_size]) for start in range(0, len(ids), batch_size)]
     loader_options: dict[str, Any] = {"worker_init_fn": start_worker} if workers else {}
     loader_options |= {"num_workers": workers, "collate_fn": _collate_pictures}
@@ -112,8 +117,10 @@ def picture_batches(
 
 
 def _collate_pictures(items: list[tuple[int, Tensor | str]]) -> PictureBatch:
-    readable = [(image_id, content) for image_id, content in items if isinstance(content, Tensor)]
-    readable_ids = np.array([image_id for image_id, _ in readable], np.int64)
-    inputs = torch.stack([model_input for _, model_input in readable]) if readable else torch.empty(0)
-    broken_pictures = [(image_id, message) for image_id, message in items if isinstance(message, str)]
-    return PictureBatch(readable_ids, inputs, broken_pictures)
+    """Stack the model inputs among a batch's items from Pictures, and list the error messages."""
+    readable_items = [(image_id, content) for image_id, content in items if isinstance(content, Tensor)]
+    readable_ids = np.array([image_id for image_id, _ in readable_items], np.int64)
+    model_inputs = [model_input for _, model_input in readable_items]
+    stacked_inputs = torch.stack(model_inputs) if model_inputs else torch.empty(0)
+    broken_items = [(image_id, message) for image_id, message in items if isinstance(message, str)]
+    return PictureBatch(readable_ids, stacked_inputs, broken_items)

@@ -33,7 +33,7 @@ def measure(predictions: Rows, name_of: NameLookup, class_count: int, scratch: P
     """Compute the report's metrics with the modules in tools/inference/metrics/.
 
     Args:
-        predictions: Arrays by name. predictions["id"] contains positions in the stored split.
+        predictions: Array of each column, as described at Rows. Ids are positions in the stored split.
         name_of: Function that maps a position in the stored split to the image's file name.
         class_count: Number of classes.
         scratch: Folder for copies of the metric modules.
@@ -43,14 +43,15 @@ def measure(predictions: Rows, name_of: NameLookup, class_count: int, scratch: P
     predicted_and_true = {"predictions": predicted_classes, "references": true_labels}
     class_scores = classification.compute(**predicted_and_true, class_count=class_count)
     confusion_values = {"confusion": class_scores["confusion"]} if "confusion" in class_scores else {}
-    if not confusion_values:
+    if not confusion_values:  # there are too many classes for a confusion matrix
         from onecurve.run.evaluation import frequent_mistakes  # imports torch
 
         confusion_values = {"mistakes": frequent_mistakes(true_labels, predicted_classes, class_count)}
-    probabilities, mistake_rows = predictions["probability"], np.flatnonzero(predicted_classes != true_labels)
+    probabilities = predictions["probability"]
+    mistake_rows = np.flatnonzero(predicted_classes != true_labels)  # row indices of wrong predictions
     most_confident_first = np.argsort(-probabilities[mistake_rows], kind="stable")
-    worst_positions = mistake_rows[most_confident_first][:WORST_IMAGES]
-    worst_rows = _image_rows(predictions, name_of, worst_positions)
+    worst_row_indices = mistake_rows[most_confident_first][:WORST_IMAGES]
+    worst_rows = _image_rows(predictions, name_of, worst_row_indices)
     return {
         "images": len(predictions["id"]),
         "loss": float(predictions["loss"].mean()),
@@ -67,6 +68,7 @@ def _image_rows(
     predictions: Rows, name_of: NameLookup, positions: np.ndarray | slice = slice(None)
 ) -> Iterator[tuple[Any, ...]]:
     """Yield one tuple with the values of PREDICTION_COLUMNS for each selected row."""
+    # name_of() provides the values of the column `file`.
     columns = [predictions[column][positions].tolist() for column in PREDICTION_COLUMNS if column != "file"]
     for image_id, *other_cells in zip(*columns, strict=True):
         yield image_id, name_of(image_id), *other_cells
@@ -82,14 +84,20 @@ def load_metrics(scratch: Path) -> list[Any]:
 def write_report(
     folder: Path,
     summary: dict[str, Any],
-    rows: Rows,
+    predictions: Rows,
     name_of: NameLookup,
     worst_pixels: np.ndarray,
     title: str,
 ) -> None:
-    """Write each file in REPORT_FILES atomically.
+    """Write the files in REPORT_FILES to a folder. Each file replaces an earlier file atomically.
 
-    `worst_pixels` contains the worst mistakes' images, uint8 [n, H, W, 3].
+    Args:
+        folder: Folder of the report, which is created if it does not exist.
+        summary: Content of report.json.
+        predictions: Predictions for all images, for predictions.csv.
+        name_of: Function that maps a position in the stored split to the image's file name.
+        worst_pixels: Images of the mistakes in summary["worst"], uint8 [n, H, W, 3].
+        title: Title of the plots.
     """
     from onecurve.run import plots
 
@@ -108,11 +116,10 @@ def write_report(
         plots.draw_confusion(confusion_png, summary, f"{title}: top-1 {summary['top1']:.4f}")
         prediction_rows = (
             (image_id, image_file, class_names[label], class_names[predicted_class], f"{probability:.6f}")
-            for image_id, image_file, label, predicted_class, probability in _image_rows(rows, name_of)
+            for image_id, image_file, label, predicted_class, probability in _image_rows(predictions, name_of)
         )
         write_csv(predictions_csv, [PREDICTION_COLUMNS, *prediction_rows])
-        # Write one line per key, because json.dumps with indentation writes a million lines for 1,000
-        # classes.
+        # json.dumps with indentation would write a million lines for the confusion matrix of 1,000 classes.
         json_lines = [f'"{report_key}": {json.dumps(value)}' for report_key, value in summary.items()]
         write_text(report_json, "{\n" + ",\n".join(json_lines) + "\n}\n")
         for file_name in REPORT_FILES:
@@ -120,7 +127,10 @@ def write_report(
 
 
 def print_report(summary: dict[str, Any], title: str) -> None:
-    """Print overall metrics, per-class metrics (all or the worst), and the confusion matrix if it fits."""
+    """Print overall metrics, per-class metrics (all or the worst), and the confusion matrix if it fits.
+
+    `summary` is the content of report.json.
+    """
     from rich.console import Console
 
     console = Console(markup=False, highlight=False)
@@ -133,21 +143,24 @@ def print_report(summary: dict[str, Any], title: str) -> None:
         ("loss", f"{summary['loss']:.4f}"),
         ("expected calibration error", f"{summary['expected_calibration_error']:.4f}"),
         ("preprocessing", preprocessing_text(summary)),
-        *[("throughput", f"{summary['images_per_s']:,.0f} images/s")] * (summary["images"] >= TIMED_IMAGES),
-        ("processes", f"{summary['processes']} x {summary['device']}"),
     ]
+    if summary["images"] >= TIMED_IMAGES:
+        overview_rows.append(("throughput", f"{summary['images_per_s']:,.0f} images/s"))
+    overview_rows.append(("processes", f"{summary['processes']} x {summary['device']}"))
     console.print(rich_table(title, ["metric", "value"], overview_rows))
     shows_all_classes = len(class_names) <= PRINTED_CLASSES
     evaluated_classes = [
         class_index for class_index, image_count in enumerate(per_class["support"]) if image_count
     ]
+    # Classes without images have no F1 to compare.
     lowest_f1_first = sorted(evaluated_classes, key=lambda class_index: per_class["f1"][class_index])
     printed_classes = range(len(class_names)) if shows_all_classes else lowest_f1_first[:WORST_CLASSES]
     class_rows = []
-    for label in printed_classes:
-        scores = {metric: per_class[metric][label] for metric in CLASS_METRICS}
+    for class_index in printed_classes:
+        scores = {metric: per_class[metric][class_index] for metric in CLASS_METRICS}
+        # `support` is a number of images, and all other metrics are fractions.
         score_texts = [f"{score:{',' if metric == 'support' else '.4f'}}" for metric, score in scores.items()]
-        class_rows.append((class_names[label], *score_texts))
+        class_rows.append((class_names[class_index], *score_texts))
     lowest_f1_heading = f"metrics of the {len(class_rows)} classes with the lowest F1"
     table_heading = "metrics by class" if shows_all_classes else lowest_f1_heading
     console.print(rich_table(table_heading, ["class", *CLASS_METRICS], class_rows))
@@ -161,20 +174,21 @@ def print_report(summary: dict[str, Any], title: str) -> None:
     if not shows_all_classes:
         return
     confusion_rows = [
-        (f"{label} {class_names[label]}", *map(str, image_counts))
-        for label, image_counts in enumerate(summary["confusion"])
+        (f"{true_class} {class_names[true_class]}", *map(str, image_counts))
+        for true_class, image_counts in enumerate(summary["confusion"])
     ]
     matrix_columns = ["true", *map(str, range(len(class_names)))]
     matrix_title = "confusion matrix with one row per true class"
     matrix_table = rich_table(matrix_title, matrix_columns, confusion_rows)
-    unlimited_width = console.options.update(max_width=10_000)
+    unlimited_width = console.options.update(max_width=10_000)  # measure() returns at most this width
     if console.measure(matrix_table, options=unlimited_width).maximum <= console.width:
         console.print(matrix_table)
 
 
 def preprocessing_text(summary: dict[str, Any]) -> str:
-    """Return a short description of the model's input preprocessing."""
-    preprocessing, crop_text = summary["preprocessing"], "whole"
+    """Return a text such as `224 pixels, bicubic, crop 0.875 center` from the content of report.json."""
+    preprocessing = summary["preprocessing"]
+    crop_text = "whole"  # images are only resized
     if summary["cropped"]:
         crop_text = f"crop {preprocessing['crop_pct']:g} {preprocessing['crop_mode']}"
     return f"{preprocessing['image_size']} pixels, {preprocessing['interpolation']}, {crop_text}"

@@ -22,7 +22,7 @@ def model_card(model_name: str, exported_model: "ExportedModel", config_json: di
     """Return the model card as Markdown with Hub metadata. `config_json` is the content of config.json."""
     trained_run_folder = run_folder(exported_model.trained_model.weights)
     run: RunRecord | None = None
-    with contextlib.suppress(ValueError, OSError):
+    with contextlib.suppress(ValueError, OSError):  # the card also works without the run's metrics
         run = RunRecord(trained_run_folder) if trained_run_folder else None
     flag_values = (exported_model.trained_model.recipe or {}).items()
     text_by_flag = {flag: flag_text(flag_value) for flag, flag_value in flag_values if flag_value is not None}
@@ -54,7 +54,7 @@ def model_card(model_name: str, exported_model: "ExportedModel", config_json: di
 
 def run_folder(weights_path: str) -> Path | None:
     """Return the run folder that contains the checkpoint, or None if the weights are not in a checkpoint."""
-    checkpoints_folder = Path(weights_path).absolute().parent.parent
+    checkpoints_folder = Path(weights_path).absolute().parent.parent  # of <run>/checkpoints/<step>/<weights>
     return checkpoints_folder.parent if checkpoints_folder.name == "checkpoints" else None
 
 
@@ -98,6 +98,7 @@ def _hub_metadata(
         "pipeline_tag": "image-classification",
         "tags": ["image-classification"],
     }
+    # best_accuracy and test_accuracy were measured with the weights of the best step.
     is_best_step = exported_model.trained_model.step == result_values.get("best_step")
     if is_best_step and "best_accuracy" in result_values:
         raw_accuracy = _raw_accuracy(exported_model)
@@ -113,13 +114,17 @@ def _hub_metadata(
 
 
 def _accuracy_values(exported_model: "ExportedModel", run: RunRecord) -> dict[str, Any]:
-    """Return the accuracies and, if a confusion matrix exists for the model's step, per-class metrics."""
-    step, result_values, split = exported_model.trained_model.step, run.result_values, "val"
+    """Return the values of the template's Metrics section: evaluated images, metrics and class rows.
+
+    The class rows are None unless the run contains a confusion matrix for the exported step.
+    """
+    step, result_values = exported_model.trained_model.step, run.result_values
+    split = "val"  # split on which the model was evaluated
     if (raw_accuracy := _raw_accuracy(exported_model)) is not None:
         metric_rows = [("accuracy", f"{raw_accuracy:.4f}")]
         return {"images": run.describe_evaluated_images(), "measures": metric_rows, "by_class": None}
-    evaluations = [sorted(evaluation.items()) for evaluation in run.evaluations if evaluation["step"] == step]
-    logged_values = [key_and_value for evaluation in evaluations for key_and_value in evaluation]
+    evaluations = [evaluation for evaluation in run.evaluations if evaluation["step"] == step]
+    logged_values = [item for evaluation in evaluations for item in sorted(evaluation.items())]
     metric_rows = [
         (metric_key.removeprefix("val/"), f"{metric_value:.4f}")
         for metric_key, metric_value in logged_values
@@ -129,10 +134,12 @@ def _accuracy_values(exported_model: "ExportedModel", run: RunRecord) -> dict[st
         split = "test"
         metric_rows = [(metric, f"{result_values[f'test_{metric}']:.4f}") for metric in ("accuracy", "loss")]
     weights_path = f"{step_name(step or 0)}/{Path(exported_model.trained_model.weights).name}"
+    # Prefer validate.py's reports about these weights and all classes to the run's own confusion matrix.
     reports = [report for report in run.validation_reports.values() if not report.get("classes_left_out")]
     reports = [report for report in reports if report.get("checkpoint", "").endswith(weights_path)]
     matrices = [report for report in reports if report.get("split") == split and "confusion" in report]
     is_matrix_of_step = "confusion" in run.confusion and run.confusion.get("step") == step
+    # confusion.json contains `split` only for the test split.
     if is_matrix_of_step and ("split" in run.confusion) == (split == "test"):
         matrices.append(run.confusion)
     class_rows = next((_class_rows(matrix["confusion"], matrix["classes"]) for matrix in matrices), None)

@@ -63,22 +63,23 @@ class Comparison:
         """
         runs = self.runs
         scripts = [run.result_values.get("script", "unknown") for run in runs]
-        jobs = [run.strategies_and_processes for run in runs]
-        hosts = [plural(run.result_values.get("hosts", "?"), "host") for run in runs]
+        jobs = [run.strategies_and_processes for run in runs]  # for example `ddp x 4`
+        host_texts = [plural(run.result_values.get("hosts", "?"), "host") for run in runs]
         shared_flags = [flag for flag in runs[0].recipe if all(flag in run.recipe for run in runs)]
-        position_in_names = declared_values("in_names")
+        position_in_names = declared_values("in_names")  # {flag: position in a run's name}
         naming_flags = [flag for flag in shared_flags if flag in position_in_names]
         naming_flags.sort(key=lambda flag: position_in_names[flag])
         other_flags = [flag for flag in shared_flags if flag not in (*naming_flags, *_result_flags())]
         # Differences in these properties are always part of the names, and other differences only if needed.
         main_properties = [scripts, jobs, *(_flag_texts(runs, flag) for flag in naming_flags)]
-        texts_by_property = [*main_properties, hosts, *(_flag_texts(runs, flag) for flag in other_flags)]
+        texts_by_property = [*main_properties, host_texts, *(_flag_texts(runs, flag) for flag in other_flags)]
         name_parts: list[tuple[str, ...]] = [()] * len(runs)
         for property_texts in texts_by_property:
             are_names_unique = len(set(name_parts)) == len(runs)
             if len(set(property_texts)) > 1 and (property_texts in main_properties or not are_names_unique):
                 name_parts = [(*parts, text) for parts, text in zip(name_parts, property_texts, strict=True)]
         run_names = [", ".join(parts) or job for parts, job in zip(name_parts, jobs, strict=True)]
+        # Runs with the same name are numbered in order: 1, 2, 3, ...
         occurrences = [run_names[:index].count(run_name) + 1 for index, run_name in enumerate(run_names)]
         numbered_names = zip(run_names, occurrences, strict=True)
         return [run_name if number == 1 else f"{run_name} ({number})" for run_name, number in numbered_names]
@@ -91,9 +92,9 @@ class Comparison:
 
     @property
     def target(self) -> float | None:
-        """Target accuracy for the row `time to accuracy`."""
-        results_of_runs = [run.result_values for run in self.runs]
-        best_accuracies = [values["best_accuracy"] for values in results_of_runs if "best_accuracy" in values]
+        """Target accuracy for the row `time to accuracy`. By default, the lowest of the best accuracies."""
+        all_results = [run.result_values for run in self.runs]
+        best_accuracies = [results["best_accuracy"] for results in all_results if "best_accuracy" in results]
         return self.target_accuracy or min(best_accuracies, default=None)
 
 
@@ -123,8 +124,9 @@ def different_images(first_run: RunRecord, other_run: RunRecord) -> str:
     values_by_property = {
         "data": data_sources if all(data_sources) else [run.data_name for run in runs],
         "split": [run.result_values.get("val_name") for run in runs],
+        # The number of images is not compared for folds, which may differ in size.
         "images": [None if run.fold else run.result_values.get("val_images") for run in runs],
-        "chosen": [
+        "chosen": [  # method by which --max_val_images selected the images
             run.recipe_file.get("val_chosen") if run.recipe.get("max_val_images") else "all" for run in runs
         ],
     }
@@ -139,8 +141,9 @@ def different_images(first_run: RunRecord, other_run: RunRecord) -> str:
 
 
 def _flag_texts(runs: list[RunRecord], flag: str) -> list[str]:
-    """Return the flag and its value as text, for each run. Shorten paths to the last part."""
+    """Return a text such as `lr 0.003` for each run, without commas. Shorten paths to the last part."""
     flag_settings = [run.setting_over_starts(partial(_flag_value, flag)) for run in runs]
+    # Commas separate the parts of a run's name.
     value_texts = [flag_setting.replace(", then", " then") for flag_setting in flag_settings]
     if any(run.fold for run in runs) and flag == "holdout":
         return [f"fold {value_text}" for value_text in value_texts]
@@ -148,9 +151,13 @@ def _flag_texts(runs: list[RunRecord], flag: str) -> list[str]:
 
 
 def speed_up_over(first_run: RunRecord, run: RunRecord, time_key: str) -> tuple[float | None, str]:
-    """Return the speed-up in `time_key` (train_s or wall_s) and an empty reason, or None and a reason."""
-    labels = {"batch_size": "batch size", "steps": "number of steps", "data": "data", "script": "script"}
-    for result_key, key_label in labels.items():
+    """Return how many times as fast as the first run a run was, and an empty reason.
+
+    If the times are not comparable, return None and the reason. `time_key` is `train_s` or `wall_s`.
+    """
+    # Times are comparable only if these results are the same.
+    key_labels = {"batch_size": "batch size", "steps": "number of steps", "data": "data", "script": "script"}
+    for result_key, key_label in key_labels.items():
         run_value, first_value = run.result_values.get(result_key), first_run.result_values.get(result_key)
         if run_value != first_value:
             return None, f"the {key_label} is {run_value}, but {first_value} in the first run"
@@ -166,11 +173,11 @@ def speed_up_over(first_run: RunRecord, run: RunRecord, time_key: str) -> tuple[
 
 
 def setting_differences(runs: list[RunRecord]) -> dict[str, list[str]]:
-    """Map each setting that differs between the runs to its values. Skip settings compared elsewhere."""
+    """Map the name of each setting that differs between the runs to the setting's text in each run."""
     settings_of_runs = [run_settings(run) for run in runs]
     setting_names = dict.fromkeys(setting_name for settings in settings_of_runs for setting_name in settings)
     values_by_name = {
-        setting_name: [run_texts.get(setting_name, "unknown") for run_texts in settings_of_runs]
+        setting_name: [settings.get(setting_name, "unknown") for settings in settings_of_runs]
         for setting_name in setting_names
     }
     different_settings = {name: values for name, values in values_by_name.items() if len(set(values)) > 1}
@@ -182,7 +189,7 @@ def _sharding_differences(runs: list[RunRecord]) -> dict[str, list[str]]:
     sharding_differences = {}
     strategies = [run.result_values.get("strategy") for run in runs]
     for strategy in dict.fromkeys(strategies):
-        shardings = [
+        shardings = [  # sharding settings of each run, or None for a run with a different strategy
             run.recipe_file.get("sharding", {}) if run_strategy == strategy else None
             for run, run_strategy in zip(runs, strategies, strict=True)
         ]
@@ -198,18 +205,19 @@ def _sharding_differences(runs: list[RunRecord]) -> dict[str, list[str]]:
 
 
 def run_settings(run: RunRecord) -> dict[str, str]:
-    """Return the run's settings that a comparison lists when they differ between runs."""
-    excluded_flags = (*_result_flags(), *RESOLVED_FLAGS)
+    """Return the text of each setting that a comparison lists when it differs between runs."""
+    excluded_flags = (*_result_flags(), *RESOLVED_FLAGS)  # result_keys contains RESOLVED_FLAGS instead
     compared_flags = [flag for flag in run.recipe if flag not in excluded_flags]
     flag_values = {flag: run.setting_over_starts(partial(_flag_value, flag)) for flag in compared_flags}
-    keys = ["script", "data", "batch_size", "per_device_batch_size", "accumulation_steps", "epochs", "steps"]
-    keys += ["mixed_precision", "half_precision", "gradient_reduction", "compile", "grad_checkpointing"]
-    keys += ["step_graph", "val_name", "val_images", "status"]
-    recorded_keys = [key for key in keys if key in run.result_values]
+    result_keys = ["script", "data", "batch_size", "per_device_batch_size", "accumulation_steps", "epochs"]
+    result_keys += ["steps", "mixed_precision", "half_precision", "gradient_reduction", "compile"]
+    result_keys += ["grad_checkpointing", "step_graph", "val_name", "val_images", "status"]
+    recorded_keys = [result_key for result_key in result_keys if result_key in run.result_values]
     versions = {
         f"version of {package}": run.setting_over_starts(partial(_package_version, package))
         for package in run.recipe_file.get("versions", {})
     }
+    # Only header lines contain the host's properties.
     telemetry_headers = [line for lines in run.telemetry.values() for line in lines if "cpus" in line]
     host_types = {f"{line['cpus']} CPUs, {line.get('memory_gib', 0):.0f} GiB" for line in telemetry_headers}
     return {
@@ -229,14 +237,17 @@ def _result_flags() -> list[str]:
 
 
 def _flag_value(flag: str, settings: dict[str, Any]) -> str:
+    """Return a flag's value in a line of starts.jsonl as text, without private parts of paths."""
     return public_path(flag_text(settings.get("recipe", {}).get(flag)))
 
 
 def _package_version(package: str, settings: dict[str, Any]) -> str:
+    """Return a package's version in a line of starts.jsonl, or `None` as text."""
     return str(settings.get("versions", {}).get(package))
 
 
 def _device_types(settings: dict[str, Any]) -> str:
+    """Return the different device names in a line of starts.jsonl, separated by commas."""
     devices = settings.get("devices") or [settings.get("device", "unknown")]
     return ", ".join(sorted(set(devices)))
 
@@ -275,6 +286,7 @@ def comparison_page(comparison: Comparison, plots_link: str, page_links: list[st
 
 
 def _search_values(search: dict[str, Any]) -> dict[str, Any]:
+    """Return a result of find_batch_size.py with the key `name`, and with None for missing values."""
     search_name = f"{search['script']}, {search['strategy']} x {search['processes']}"
     return fill_missing(search, value_types(SearchResult)) | {"name": search_name}
 
@@ -304,16 +316,18 @@ def _timing_warnings(run_columns: list[dict[str, Any]]) -> list[str]:
 def _run_column(comparison: Comparison, run: RunRecord, run_name: str) -> dict[str, Any]:
     """Return the values in a run's table column, together with the values in its result.json."""
     first_run, result_values = comparison.runs[0], run.result_values
-    speed_up, slowness_reason = speed_up_over(first_run, run, "train_s")
-    first_processes, processes = first_run.result_values.get("processes"), result_values.get("processes")
+    speed_up, no_speed_up_reason = speed_up_over(first_run, run, "train_s")
+    first_processes = first_run.result_values.get("processes")
+    processes = result_values.get("processes")
     if run is not first_run and not (first_run.has_constant_hardware and run.has_constant_hardware):
         processes = None  # result.json contains only the last start's processes
     keys_set_by_starts = ("processes", "batch_size", "per_device_batch_size")
-    target = math.inf if comparison.target is None else comparison.target
+    target = math.inf if comparison.target is None else comparison.target  # no accuracy reaches infinity
     efficiency = None
     if speed_up is not None and first_processes and processes:
         efficiency = speed_up * first_processes / processes
-    mean_utilisation, device_type = run.mean_utilisation_pct
+    mean_pct, device_type = run.mean_utilisation_pct
+    # Times of the evaluations that reached the target accuracy, in order
     times_reached = (line["wall_s"] for line in run.evaluations if line.get("val/accuracy", -1) >= target)
     total_speed_up, _ = speed_up_over(first_run, run, "wall_s")
     return result_values | {
@@ -322,12 +336,12 @@ def _run_column(comparison: Comparison, run: RunRecord, run_name: str) -> dict[s
         "name": run_name,
         "time_to_target": next(times_reached, None),
         "speed_up": speed_up,
-        "no_speed_up": slowness_reason,
+        "no_speed_up": no_speed_up_reason,
         "efficiency": efficiency,
         "spread": run.throughput_spread,
         "whole_speed_up": total_speed_up,
         "memory": run.peak_memory_gib,
-        "busy": mean_utilisation and f"{mean_utilisation:.0f} % of {device_type}s",
+        "busy": mean_pct and f"{mean_pct:.0f} % of {device_type}s",
         "largest": _largest_batch(run, comparison.searches),
     }
 
@@ -336,12 +350,15 @@ def _largest_batch(run: RunRecord, searches: tuple[dict[str, Any], ...]) -> int 
     """Return the largest batch size that a search with the run's settings reported, or None."""
     result_keys = ["script", "strategy", "processes", "mixed_precision", "half_precision", "compile"]
     result_keys += ["grad_checkpointing"]
-    for search in searches if run.has_constant_hardware else ():
+    if not run.has_constant_hardware:
+        return None  # a search describes a single type of job
+    for search in searches:
+        # The search records only flags that affect memory.
         has_same_recipe = all(
             run.recipe.get(flag) == flag_value for flag, flag_value in search["recipe"].items()
         )
         has_same_sharding = search.get("sharding") == run.recipe_file.get("sharding")
-        has_same_results = all(search.get(key) == run.result_values.get(key) for key in result_keys)
-        if has_same_recipe and has_same_sharding and has_same_results:
+        has_same_settings = all(search.get(key) == run.result_values.get(key) for key in result_keys)
+        if has_same_recipe and has_same_sharding and has_same_settings:
             return search.get("answer")
     return None

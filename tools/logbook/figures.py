@@ -16,7 +16,10 @@ from tools.logbook.spent import MainProcess, main_processes
 
 
 def draw_run(run: RunRecord, folder: Path) -> list[str]:
-    """Replace a folder with new plots of a run. Return the plots' file names."""
+    """Replace a folder with new plots of a run. Return the plots' file names.
+
+    If an image in the run folder is broken, add a message to run.problems.
+    """
     scratch = folder.with_name(f".{folder.name}.tmp")
     discard(scratch)
     scratch.mkdir(parents=True)
@@ -34,20 +37,24 @@ def draw_run(run: RunRecord, folder: Path) -> list[str]:
                 read_png_as_rgb(worst_images).save(scratch / f"worst_{report_name}.png")
             except ValueError as error:
                 run.problems.append(f"{worst_images.relative_to(run.folder)} {error}")
-    discard(folder)
+    discard(folder)  # plots that an earlier call has drawn
     scratch.rename(folder)
     return sorted(plot.name for plot in folder.iterdir())
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
     """Return a suitable unit for a duration, and the number of seconds per unit."""
-    if seconds < 600:
+    if seconds < 600:  # 10 min
         return "s", 1
-    return ("min", 60) if seconds < 10_000 else ("h", 3600)
+    return ("min", 60) if seconds < 10_000 else ("h", 3600)  # 10,000 s are about 3 h
 
 
 def _curve_panels(run: RunRecord) -> list[list[Panel]]:
-    """Plot loss and accuracy against steps and time, and learning rate and throughput against steps."""
+    """Return rows of panels with loss, accuracy, learning rate and throughput.
+
+    Loss and accuracy are plotted against steps and time, and the other two against steps. If the number of
+    hosts changed, the last row plots it and the throughput against time. Rows without curves are left out.
+    """
     x_unit, unit_s = time_unit(max((log_line["wall_s"] for log_line in run.metrics), default=0))
     time_key = f"time, {x_unit}"
     log_lines = [log_line | {time_key: log_line["wall_s"] / unit_s} for log_line in run.metrics]
@@ -70,12 +77,12 @@ def _curve_panels(run: RunRecord) -> list[list[Panel]]:
 
 
 def _host_count_panel(run: RunRecord, time_label: str, unit_s: float) -> Panel | None:
-    """Plot the number of hosts against time. Return None if no host joined or left the job."""
+    """Return a panel of the number of hosts over time, or None if no host joined or left the job."""
     host_changes = run.host_changes
     if not host_changes:
         return None
     change_times, host_counts = [0.0], [host_changes[0]["hosts_before"]]
-    for host_change in host_changes:
+    for host_change in host_changes:  # two points at the same time draw a vertical line
         change_times += [host_change["wall_s"] / unit_s] * 2
         host_counts += [host_counts[-1], host_change["hosts"]]
     change_times.append(run.metrics[-1]["wall_s"] / unit_s)
@@ -84,14 +91,17 @@ def _host_count_panel(run: RunRecord, time_label: str, unit_s: float) -> Panel |
 
 
 def _telemetry_panels(run: RunRecord) -> list[list[Panel]]:
-    """Plot the utilisation, memory and power of GPUs over time. Plot hosts if there are no GPUs."""
+    """Return one row of panels with the GPUs' utilisation, memory and power over time, or no rows.
+
+    Without GPUs, the panels show the hosts' CPU utilisation and memory.
+    """
     has_gpus = any(telemetry_line.get("gpus") for lines in run.telemetry.values() for telemetry_line in lines)
     label_by_key = {"cpu_pct": "CPU utilisation, %", "memory_gib": "host memory in use, GiB"}
     if has_gpus:
         label_by_key = {"utilisation_pct": "GPU utilisation, %", "memory_gib": "GPU memory in use, GiB"}
         label_by_key |= {"power_w": "power, W"}
     first_time = min((line["t"] for lines in run.telemetry.values() for line in lines), default=0.0)
-    # Runs from earlier versions do not record their main processes.
+    # For a run from an earlier version, which does not record its main processes, assume a single process.
     processes = main_processes(run) or [MainProcess(first_time, math.inf, 0.0)]
 
     def elapsed_seconds_at(timestamp: float) -> float:
@@ -125,35 +135,39 @@ def _telemetry_panels(run: RunRecord) -> list[list[Panel]]:
 
 
 def draw_comparison(comparison: Comparison, file: Path) -> None:
-    """Plot each run's accuracy, loss, throughput and total time, or their means over seeds."""
+    """Plot each run's accuracy, loss, throughput and total time, or their means over seeds, as a PNG file."""
     first_run, groups = comparison.runs[0], comparison.groups
     if groups:
         runs_by_name = {f"{group.name} ({plural(len(group.runs), 'run')})": group.runs for group in groups}
         accuracy_panel = Panel("step", "accuracy, mean over runs")
         loss_panel = Panel("step", "train/loss, mean over runs")
-        accuracy_x_key, accuracy_x_unit = "step", 1.0
+        accuracy_x_key, accuracy_x_divisor = "step", 1.0
     else:
         runs_by_name = {name: (run,) for name, run in zip(comparison.names, comparison.runs, strict=True)}
         logged_times = [log_line["wall_s"] for run in comparison.runs for log_line in run.metrics]
         x_unit, unit_s = time_unit(max(logged_times, default=0))
         accuracy_panel, loss_panel = Panel(f"time, {x_unit}", "accuracy"), Panel("step", "train/loss")
-        accuracy_x_key, accuracy_x_unit = "wall_s", unit_s
+        accuracy_x_key, accuracy_x_divisor = "wall_s", unit_s
     bar_panels = {"images_per_s": Panel(f"{first_run.unit}/s", ""), "wall_s": Panel("total time, s", "")}
     for curve_name, runs in runs_by_name.items():
-        _add_mean_curve(accuracy_panel, curve_name, runs, "val/accuracy", accuracy_x_key, accuracy_x_unit)
+        _add_mean_curve(accuracy_panel, curve_name, runs, "val/accuracy", accuracy_x_key, accuracy_x_divisor)
         _add_mean_curve(loss_panel, curve_name, runs, "train/loss", "step", 1.0)
         for result_key, bar_panel in bar_panels.items():
-            if values := [run.result_values[result_key] for run in runs if result_key in run.result_values]:
-                bar_panel.bars[curve_name] = fmean(values)
+            results = [run.result_values[result_key] for run in runs if result_key in run.result_values]
+            if results:
+                bar_panel.bars[curve_name] = fmean(results)
     plot_title = f"{first_run.model} on {first_run.data_name}"
     draw_panels(file, [[accuracy_panel, loss_panel], list(bar_panels.values())], plot_title)
 
 
 def _add_mean_curve(
-    panel: Panel, curve_name: str, runs: Sequence[RunRecord], y_key: str, x_key: str, x_unit: float
+    panel: Panel, curve_name: str, runs: Sequence[RunRecord], y_key: str, x_key: str, x_divisor: float
 ) -> None:
-    """Add the curve of the runs' mean values, at the steps or times that all runs logged."""
+    """Add the curve of the runs' mean values to a panel, at the steps or times that all runs logged.
+
+    Logged steps or times are divided by `x_divisor`, for example 60 for minutes.
+    """
     logged_lines = [[line for line in run.metrics if y_key in line] for run in runs]
-    run_curves = [{line[x_key] / x_unit: line[y_key] for line in run_lines} for run_lines in logged_lines]
+    run_curves = [{line[x_key] / x_divisor: line[y_key] for line in run_lines} for run_lines in logged_lines]
     if common_x := sorted(set.intersection(*map(set, run_curves))):
         panel.curves[curve_name] = (common_x, [fmean(curve[x] for curve in run_curves) for x in common_x])

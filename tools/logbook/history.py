@@ -2,7 +2,6 @@
 
 import shlex
 import time
-from collections.abc import Callable
 from itertools import groupby
 from operator import methodcaller
 from typing import Any
@@ -15,14 +14,13 @@ from onecurve.system.text import plural
 from tools.logbook.markdown import code_span, text
 from tools.logbook.run_record import (
     RunRecord,
+    SettingReader,
     devices_text,
     flag_text,
     mixed_precision_text,
     recipe_change,
     strategy_and_devices,
 )
-
-SettingReader = Callable[[dict[str, Any]], Any]  # function that returns a value from a line of starts.jsonl
 
 # Keys of starts.jsonl without a column in the table of starts. Each table row lists changes to these keys.
 KEYS_WITHOUT_COLUMN = ["version", "git_commit", "compile", "grad_checkpointing", "step_graph", "threads"]
@@ -31,13 +29,16 @@ UNRECORDED = "started by an earlier version without records of starts (settings 
 
 
 def setting_over_steps(run: RunRecord, read_setting: SettingReader) -> Any:
-    """Return the last start's setting, or text such as `a to step 60, then b` if the starts differ."""
+    """Return the last start's setting, or text such as `a to step 60, then b` if the starts differ.
+
+    `read_setting` reads the setting from a start's line of starts.jsonl.
+    """
     kept_starts = run.kept_starts
     settings_and_steps = [(text(read_setting(start.settings)), start.last_kept_step) for start in kept_starts]
     starts_by_setting = groupby(settings_and_steps, key=lambda setting_and_step: setting_and_step[0])
     settings_in_order = []  # each setting with the last step that was trained with the setting
     for setting, consecutive_starts in starts_by_setting:
-        *_, (_, last_step) = consecutive_starts
+        *_, (_, last_step) = consecutive_starts  # the last of these starts
         settings_in_order.append((setting, last_step))
     if len(settings_in_order) < 2:
         return read_setting(run.last_start_settings)
@@ -45,8 +46,8 @@ def setting_over_steps(run: RunRecord, read_setting: SettingReader) -> Any:
     setting_texts = [Markup("{} to step {:,}").format(setting, step) for setting, step in earlier_settings]
     setting_texts.append(last_setting)
     if len(setting_texts) > MAX_JOINED_VALUES:
-        other_count = Markup("{} others").format(len(setting_texts) - MAX_JOINED_VALUES + 1)
-        setting_texts = [*setting_texts[: MAX_JOINED_VALUES - 2], other_count, setting_texts[-1]]
+        others_text = Markup("{} others").format(len(setting_texts) - MAX_JOINED_VALUES + 1)
+        setting_texts = [*setting_texts[: MAX_JOINED_VALUES - 2], others_text, setting_texts[-1]]
     return Markup(", then ").join(setting_texts)
 
 
@@ -55,37 +56,43 @@ def batch_text(settings: dict[str, Any]) -> str | None:
     setting_keys = ("batch_size", "per_device_batch_size", "processes", "accumulation_steps")
     batch_size, per_device, processes, accumulations = (settings.get(key) for key in setting_keys)
     sample_unit = settings.get("unit", "images")
-    if None in (batch_size, per_device, processes, accumulations):
+    if None in (batch_size, per_device, processes, accumulations):  # not recorded by earlier versions
         return f"{batch_size} {sample_unit}" if batch_size else None
     batch_factors = [plural(per_device, sample_unit.removesuffix("s")), plural(processes, "process")]
     return f"{batch_size} = " + " x ".join([*batch_factors, plural(accumulations, "accumulation")])
 
 
 def sharding_text(settings: dict[str, Any]) -> str:
-    sharding_settings = settings.get("sharding", {})
-    return ", ".join(f"{name} {flag_text(value)}" for name, value in sharding_settings.items()) or "none"
+    """Return all sharding settings with their values as text, or `none`."""
+    value_by_setting = settings.get("sharding", {})
+    setting_texts = [f"{setting_name} {flag_text(value)}" for setting_name, value in value_by_setting.items()]
+    return ", ".join(setting_texts) or "none"
 
 
 def versions_text(settings: dict[str, Any]) -> str | None:
+    """Return all package versions as text, such as `torch 2.11.0, timm 1.0.20`, or None if unrecorded."""
     version_by_package = settings.get("versions", {})
     return ", ".join(f"{package} {version}" for package, version in version_by_package.items()) or None
 
 
 def commit_text(settings: dict[str, Any]) -> str | None:
-    commit = settings.get("git_commit")
+    commit = settings.get("git_commit")  # ends with "+" if the working tree had uncommitted changes
     return commit and commit.replace("+", " and uncommitted changes")
 
 
 def host_names_text(settings: dict[str, Any]) -> str | None:
+    """Return the host names as text, or None if only the number of hosts is recorded."""
     hosts = settings.get("hosts")
     return ", ".join(hosts) if isinstance(hosts, list) else None
 
 
 def data_text(settings: dict[str, Any]) -> str | None:
+    """Return the value of --data without private parts of its path, or None if it is unrecorded."""
     data_path = settings.get("data")
     return data_path and public_path(data_path)
 
 
+# Rows of the settings table: each row's title, and the function that reads the setting
 SETTING_READERS: dict[str, SettingReader] = {
     "batch": batch_text,
     "mixed precision": mixed_precision_text,
@@ -105,7 +112,7 @@ SETTING_READERS: dict[str, SettingReader] = {
 
 
 def setting_rows(run: RunRecord) -> list[list[Any]]:
-    """Return one row per setting for the page's table."""
+    """Return one row per setting for the page's table: its title, and its values over the run's steps."""
     initial_weights = public_path(run.recipe_file.get("resumed_from", "fresh weights"))
     resumed_steps = [f"{start.begin_step:,}" for start in run.kept_starts[1:]]
     step_noun = "steps" if len(resumed_steps) > 1 else "step"
@@ -115,7 +122,7 @@ def setting_rows(run: RunRecord) -> list[list[Any]]:
 
 
 def recipe_value(run: RunRecord, flag: str) -> Any:
-    """Return a flag's value as a code span."""
+    """Return a flag's value as a code span, or text with all its values if a start changed the flag."""
 
     def read_flag_value(settings: dict[str, Any]) -> Any:
         return code_span(public_path(flag_text(settings.get("recipe", {}).get(flag))))
@@ -143,6 +150,7 @@ def commands_text(run: RunRecord) -> str:
 
 
 def command_text(settings: dict[str, Any]) -> str:
+    """Return the recorded command for a shell, without private parts of paths. Empty if unrecorded."""
     public_words = map(public_path, settings.get("command", []))
     return shlex.join(public_words)
 
@@ -155,16 +163,18 @@ def start_rows(run: RunRecord) -> list[list[Any]]:
 
 
 def _start_row(run: RunRecord, start_index: int) -> list[Any]:
+    """Return a start's date, steps, hardware, batch, mixed precision and changes, for the table of starts."""
     start = run.starts[start_index]
     start_settings, earlier_starts = start.settings, run.starts[:start_index]
     began_at = (
         time.strftime("%Y-%m-%d %H:%M", time.gmtime(start_settings["at"])) if "at" in start_settings else None
     )
     steps = f"{start.begin_step + 1:,} to {start.last_kept_step:,}" if start.trains_kept_steps else "none"
+    # This start resumed a checkpoint of the newest earlier start that began at an earlier step.
     previous_starts = (earlier for earlier in earlier_starts[::-1] if earlier.begin_step < start.begin_step)
     previous_start = next(previous_starts, None)
     changes = [recipe_change(start), *(_setting_changes(previous_start, start) if previous_start else ())]
-    if not start.is_recorded:
+    if not start.is_recorded:  # its changes are unknown
         changes = [UNRECORDED]
     changes_text = "; ".join(filter(None, changes)) or None
     hardware, precision = strategy_and_devices(start_settings), mixed_precision_text(start_settings)
@@ -173,6 +183,7 @@ def _start_row(run: RunRecord, start_index: int) -> list[Any]:
 
 def _setting_changes(previous: RunStart, start: RunStart) -> list[str]:
     """Return changes of settings without a column, for example `torch was 2.11.0, now 2.15.0`."""
+    # {setting name: (old value, new value)}; None for an unrecorded value
     old_and_new = {key: (previous.settings.get(key), start.settings.get(key)) for key in KEYS_WITHOUT_COLUMN}
     for section in ("versions", "sharding"):
         old_values, new_values = previous.settings.get(section, {}), start.settings.get(section, {})

@@ -28,10 +28,11 @@ def render(template: str, **values: Any) -> str:
 
 @cache
 def _environment() -> Environment:
+    """Return the Jinja environment for the templates, with this file's functions as filters."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES, "ascii"),
         autoescape=True,  # does not escape the Markdown that finalize returns
-        finalize=text,
+        finalize=text,  # escapes each value in a template unless it is already Markdown (Markup)
         undefined=StrictUndefined,
     )
     helpers = (bullets, code_block, folded, formatted, item_table, known_rows, link, plural, url, values_of)
@@ -41,7 +42,7 @@ def _environment() -> Environment:
 
 
 def text(content: object) -> Markup:
-    """Escape plain text and join its lines. Convert None to `-`. Keep underscores inside words."""
+    """Escape plain text as Markdown and join its lines. Convert None to `-`. Return Markdown unchanged."""
     if isinstance(content, Markup):
         return content
     plain_text = "-" if content is None else _single_line(content)
@@ -52,18 +53,20 @@ def code_span(content: object, in_table: bool = True) -> Markup:
     """Return an inline code span. In a table, escape bars with backslashes, which are not displayed."""
     code = _single_line(content)
     fence = _fence(code, min_backticks=1)
-    padding = " " if "`" in code or not code else ""
+    padding = " " if "`" in code or not code else ""  # separates the fence from backticks in the code
     span = f"{fence}{padding}{code}{padding}{fence}"
     return Markup(span.replace("|", "\\|") if in_table else span)
 
 
 def code_block(content: str, language: str = "") -> Markup:
+    """Return a fenced code block. `language` selects the syntax highlighting."""
     code = printable_lines(content)
     fence = _fence(code, min_backticks=3)
     return Markup(f"{fence}{language}\n{code.rstrip()}\n{fence}")
 
 
 def bullets(items: Iterable[object]) -> Markup:
+    """Return a bulleted list."""
     return Markup("\n".join(f"- {text(item)}" for item in items))
 
 
@@ -86,7 +89,7 @@ def markdown_table(
     separator_row = [Markup("---"), *[cell_alignment] * (len(headings) - 1)]
     table_rows = [headings, separator_row, *rows]
     table_lines = [f"| {' | '.join(map(text, row_cells))} |" for row_cells in table_rows]
-    return Markup("\n".join(table_lines) if len(table_lines) > 2 else "")
+    return Markup("\n".join(table_lines) if len(table_lines) > 2 else "")  # 2 lines above the rows
 
 
 def known_rows(rows: Iterable[tuple[object, str, Any]]) -> list[list[object]]:
@@ -104,6 +107,7 @@ def known_rows(rows: Iterable[tuple[object, str, Any]]) -> list[list[object]]:
 
 
 def values_of(items: Iterable[Mapping[str, Any]], key: str) -> list[Any]:
+    """Return each item's value of a key, or None for items without the key."""
     return [item.get(key) for item in items]
 
 
@@ -117,7 +121,7 @@ def item_table(
         labels_and_formats: Label and format string of each key.
     """
     shown_keys = [key for key in labels_and_formats if any(item.get(key) is not None for item in items)]
-    shown_columns = [(item_key, *labels_and_formats[item_key]) for item_key in shown_keys]
+    shown_columns = [(key, *labels_and_formats[key]) for key in shown_keys]
     table_rows = [
         [formatted(item.get(key), number_format) for key, _, number_format in shown_columns] for item in items
     ]
@@ -131,18 +135,21 @@ def folded(content: str, summary: str) -> Markup:
 
 
 def link(label: object, path: str) -> Markup:
+    """Return a link to a page or to a web address."""
     return Markup(f"[{text(label)}]({url(path, safe_characters='/:#?=&%@')})")
 
 
 def url(path: str, safe_characters: str = "/") -> Markup:
+    """Percent-encode all characters of a path that could end a link, except `safe_characters`."""
     return Markup(quote(path.encode(errors="surrogateescape"), safe=safe_characters))
 
 
 def _single_line(content: object) -> str:
+    """Replace all white space by single spaces, and escape unprintable characters."""
     return printable(" ".join(str(content).split()))
 
 
 def _fence(code_text: str, min_backticks: int) -> str:
-    """Return a fence that is longer than any run of backticks in the content."""
+    """Return a row of backticks that is longer than any row of backticks in the code."""
     longest_run = max(map(len, re.findall("`+", code_text)), default=0)
     return "`" * max(min_backticks, longest_run + 1)

@@ -28,14 +28,18 @@ MAX_UNFOLDED_STARTS = 20  # maximum number of starts in a table that is not fold
 MAX_DUMP_CHARACTERS = 60_000  # maximum length of an nvidia-smi dump. GitHub shows at most 512 kB per page
 CLASS_METRICS = ("precision", "recall", "f1", "specificity", "support")
 KEYS_SET_BY_STARTS = ("strategy", "batch_size", "epochs", "processes", "device")
+# Keys of result.json that the index shows
 INDEX_KEYS = ["script", *KEYS_SET_BY_STARTS, "hosts", "status"]
 INDEX_KEYS += ["best_accuracy", "final_accuracy", "test_accuracy", "val_name", "test_name", "wall_s"]
 
 
 def run_page(run: RunRecord, page_stem: str, plot_files: list[str]) -> str:
-    """Return a run's page.
+    """Return a run's page as Markdown.
 
-    `page_stem` is the page's file name without suffix, and the name of the plot folder.
+    Args:
+        run: Run to show.
+        page_stem: File name of the page without suffix, and name of the plot folder.
+        plot_files: File names in the plot folder.
     """
     from onecurve.run.end_tables import early_end_in_words  # this import loads torch
 
@@ -81,23 +85,25 @@ def run_page(run: RunRecord, page_stem: str, plot_files: list[str]) -> str:
 
 
 def index_values(run: RunRecord) -> dict[str, Any]:
-    """Return the values that the index shows for a run."""
+    """Return the values that the index shows for a run. logbook.py stores these values in the run's page."""
     page_values = {"model": run.model, "data": run.data_name, "is_rehearsal": run.is_rehearsal}
     page_values |= {key: run.setting_over_starts(methodcaller("get", key)) for key in KEYS_SET_BY_STARTS}
     default_by_flag = run.recipe_file.get("defaults") or {}
-    flags_with_column = {*page_values, *declared_values("locates")}
-    other_flags = [flag for flag in default_by_flag if flag not in flags_with_column and flag in run.recipe]
-    changed_flags = [flag for flag in other_flags if not history.is_default(run, flag, default_by_flag[flag])]
+    # The column `flags` omits flags that have their own column and flags that contain file locations.
+    excluded_flags = {*page_values, *declared_values("locates")}
+    index_flags = [flag for flag in default_by_flag if flag not in excluded_flags and flag in run.recipe]
+    changed_flags = [flag for flag in index_flags if not history.is_default(run, flag, default_by_flag[flag])]
     flag_texts = [f"{flag} {public_path(flag_text(run.recipe[flag]))}" for flag in changed_flags]
     page_values |= {"flags": ", ".join(flag_texts), "hosts": run.setting_over_starts(host_count)}
     return {key: run.result_values.get(key) for key in INDEX_KEYS} | page_values
 
 
 def index_page(values_by_page: dict[str, dict[str, Any]], title_by_page: dict[str, str]) -> str:
-    """Return the index page.
+    """Return the index page as Markdown.
 
-    `values_by_page` contains each run page's index_values. `title_by_page` contains the titles of the
-    comparison pages.
+    Args:
+        values_by_page: Result of index_values() for each run page, by the page's path.
+        title_by_page: Title of each comparison page, by the page's path.
     """
     # Pages from earlier versions do not contain the key `flags`.
     runs = {page: dict.fromkeys([*INDEX_KEYS, "flags"]) | values for page, values in values_by_page.items()}
@@ -112,6 +118,7 @@ def _headline_evaluations(run: RunRecord) -> dict[str, dict[str, Any]]:
         for prefix in ("best", "final", "test")
     )
     best_values["step"] = result_values.get("best_step")
+    # Logged evaluations contain more metrics than result.json, such as `val/raw_accuracy`.
     best_values |= next((line for line in run.evaluations if line["step"] == best_values["step"]), {})
     final_values |= run.evaluations[-1] if run.evaluations else {}
     best_step, final_step = (
@@ -126,7 +133,11 @@ def _headline_evaluations(run: RunRecord) -> dict[str, dict[str, Any]]:
 
 
 def _metric_rows(evaluations: Collection[dict[str, Any]]) -> list[tuple[str, str, list[float | None]]]:
-    """Return one row per metric in the format of markdown.known_rows()."""
+    """Return (title, format string, value in each evaluation) for each metric.
+
+    Fractions such as the accuracy come first, then the accuracy without EMA, then other metrics such as the
+    loss.
+    """
     title_by_name = {name: metric.title for name, metric in METRICS.items() if metric.is_share}
     title_by_name |= {"raw_accuracy": "accuracy without EMA"}
     title_by_name |= {name: metric.title for name, metric in METRICS.items() if not metric.is_share}
@@ -134,7 +145,10 @@ def _metric_rows(evaluations: Collection[dict[str, Any]]) -> list[tuple[str, str
 
 
 def _report_values(report: dict[str, Any]) -> dict[str, Any]:
-    """Return a validate.py report with a row for each class, or only for the classes with the lowest F1."""
+    """Return a validate.py report with a row for each class, or only for the classes with the lowest F1.
+
+    Missing values are None. A report without a value per class for each metric has no rows.
+    """
     class_names, class_scores = report.get("classes", []), report.get("per_class", {})
     report_values = fill_missing(report, value_types(Report)) | {"rows": [], "shown": "All classes"}
     if any(len(class_scores.get(metric) or ()) != len(class_names) for metric in CLASS_METRICS):
@@ -147,6 +161,7 @@ def _report_values(report: dict[str, Any]) -> dict[str, Any]:
         report_values["shown"] = f"The {len(shown_labels)} of {len(class_names)} classes with the lowest F1"
     for label in shown_labels:
         scores = {metric: class_scores[metric][label] for metric in CLASS_METRICS}
+        # `support` is a number of images, and all other metrics are fractions.
         score_texts = (f"{score:{',' if metric == 'support' else '.4f'}}" for metric, score in scores.items())
         report_values["rows"].append([class_names[label], *score_texts])
     return report_values
@@ -170,6 +185,7 @@ def _nvidia_smi_dumps(run: RunRecord) -> Iterator[tuple[str, str, bool]]:
     """Yield each host's name, the beginning of its `nvidia-smi -q` output, and True if the output was cut."""
     for dump_path in files_inside(run.folder, "nvidia-smi-*.txt"):
         with open(dump_path, errors="replace") as dump_file:
-            dump = dump_file.read(MAX_DUMP_CHARACTERS + 1)
-        host_name, is_dump_cut = dump_path.stem.removeprefix("nvidia-smi-"), len(dump) > MAX_DUMP_CHARACTERS
+            dump = dump_file.read(MAX_DUMP_CHARACTERS + 1)  # one more character, to detect a longer file
+        host_name = dump_path.stem.removeprefix("nvidia-smi-")
+        is_dump_cut = len(dump) > MAX_DUMP_CHARACTERS
         yield host_name, dump[:MAX_DUMP_CHARACTERS], is_dump_cut

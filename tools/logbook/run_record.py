@@ -39,6 +39,8 @@ from onecurve.system.files import ValueType, parse_json, read_file_inside, sha25
 from onecurve.system.paths import public_path
 from onecurve.system.text import plural
 
+SettingReader = Callable[[dict[str, Any]], Any]  # function that returns a value from a line of starts.jsonl
+
 # Every run folder contains at least one of these files and folders.
 RUN_FILES = ("recipe.json", "result.json", "metrics.jsonl", "checkpoints")
 VERIFIED_FILE = "verified.json"  # file that verify.py writes
@@ -78,7 +80,9 @@ for file_with_command in ("recipe.json", STARTS_FILE):
 
 
 class Interruption(NamedTuple):
-    step: int
+    """Interruption of a run by a signal."""
+
+    step: int  # last step before the interruption
     reason: str
     lost_s: float | None  # seconds until the next step, or None if the run did not resume
 
@@ -88,14 +92,16 @@ class RunRecord:
 
     Attributes:
         problems: Messages about missing or broken files.
-        settings: Contents of recipe.json.
+        recipe_file: Contents of recipe.json.
         recipe: Values of the recipe's flags.
         metrics: Lines of metrics.jsonl.
         evaluations: Lines of metrics.jsonl that contain `val/loss`.
         telemetry: Lines of telemetry-<host>.jsonl by host.
-        result_values: Values in result.json. Missing values are `derived_values` from the other files.
+        derived_values: Values that the other files imply for result.json.
+        result_values: Values in result.json. `derived_values` replace missing values.
         starts: Starts recorded in starts.jsonl, which earlier versions did not write.
         kept_starts: Starts that trained steps of the final result.
+        confusion: Contents of confusion.json.
         verifications: Outcomes of verify.py.
         validation_reports: Reports of validate.py by name.
 
@@ -124,14 +130,14 @@ class RunRecord:
             self.problems.append("telemetry-<host>.jsonl is missing")
         recorded_values = self._read_json("result.json")
         start_lines = self._read_lines(STARTS_FILE, set()) if (folder / STARTS_FILE).exists() else []
-        reset_steps = [
-            start_line.get("step", 0) for start_line in start_lines if resets_best_result(start_line)
-        ]
-        self.derived_values = self._derive_result_values(max(reset_steps, default=0))
+        resetting_starts = filter(resets_best_result, start_lines)
+        best_reset_step = max((start_line.get("step", 0) for start_line in resetting_starts), default=0)
+        self.derived_values = self._derive_result_values(best_reset_step)
         self.result_values = result_values = self.derived_values | recorded_values
         self.starts = starts_in_order([*map(add_derived_values, start_lines)], result_values.get("steps", 0))
         self.kept_starts = kept_starts(self.starts)
         has_evaluated_classes = result_values["status"] == "finished" and "best_accuracy" in result_values
+        # A missing confusion.json is a problem only after the evaluation of a finished classifier.
         expects_confusion = has_evaluated_classes or (folder / "confusion.json").exists()
         self.confusion = self._read_confusion("confusion.json") if expects_confusion else {}
         verified_json = self._read_json(VERIFIED_FILE) if (folder / VERIFIED_FILE).exists() else {}
@@ -144,6 +150,7 @@ class RunRecord:
 
     @property
     def is_rehearsal(self) -> bool:
+        """True if the run used CPUs."""
         devices = self.recipe_file.get("devices") or [self.result_values.get("device", "")]
         return any(device.startswith("CPU") for device in devices)
 
@@ -155,16 +162,15 @@ class RunRecord:
 
     @property
     def interruptions(self) -> list["Interruption"]:
-        """Interruptions of the run by signals."""
+        """Interruptions of the run by signals. The log line of the next start completes an interruption."""
         interruptions: list[Interruption] = []
         for metrics_line in self.metrics:
             if "interrupted_at" in metrics_line:
                 interrupted_at = metrics_line["interrupted_at"]
                 interruptions.append(Interruption(metrics_line["step"], metrics_line.get("why", ""), None))
             elif "resumed_at" in metrics_line and interruptions and interruptions[-1].lost_s is None:
-                interruptions[-1] = interruptions[-1]._replace(
-                    lost_s=metrics_line["resumed_at"] - interrupted_at
-                )
+                lost_s = metrics_line["resumed_at"] - interrupted_at
+                interruptions[-1] = interruptions[-1]._replace(lost_s=lost_s)
         return interruptions
 
     @property
@@ -186,7 +192,7 @@ class RunRecord:
 
     @property
     def identity(self) -> dict[str, str | None]:
-        """Run folder and hash of the first line in metrics.jsonl.
+        """Values that identify the run on a page: run folder, and hash of the first line in metrics.jsonl.
 
         The time in this line makes the hash unique.
         """
@@ -217,13 +223,15 @@ class RunRecord:
             best_reset_step: First step whose evaluation may be the best evaluation.
         """
         recipe, _ = split_by_type(self.recipe, VALUE_TYPES_BY_FILE["result.json"])
-        devices, hosts = self.recipe_file.get("devices", []), self.recipe_file.get("hosts", [])
+        devices = self.recipe_file.get("devices", [])
+        hosts = self.recipe_file.get("hosts", [])
         best_by = recipe.get("best_by", "accuracy")
         comparable_lines = [line for line in self.evaluations if line["step"] >= best_reset_step]
         best_line = max(comparable_lines, key=lambda line: evaluation_score(line, best_by), default={})
         final_line = self.evaluations[-1] if self.evaluations else {}
         all_lines = chain(self.metrics, *self.telemetry.values())
         manifests = sorted(self.folder.glob("checkpoints/step_*/manifest.json"))
+        # result.json contains best_loss only if the loss selects the best evaluation.
         is_selected_by_other_metric = f"val/{best_by}" in best_line and best_by != "loss"
         derived_values = {
             "status": "unknown" if (self.folder / "result.json").exists() else STATUS_WITHOUT_RESULT,
@@ -254,11 +262,11 @@ class RunRecord:
     def last_start_settings(self) -> dict[str, Any]:
         """Settings of the last start that trained steps in the final result, in starts.jsonl's format."""
         if self.kept_starts and self.kept_starts[-1] is not self.starts[-1]:
-            return self.result_values | self.kept_starts[-1].settings
+            return self.result_values | self.kept_starts[-1].settings  # recipe.json describes a later start
         hosts = self.recipe_file.get("hosts") or self.result_values.get("hosts", 1)
         return self.recipe_file | self.result_values | {"hosts": hosts}
 
-    def setting_over_starts(self, read_setting: Callable[[dict[str, Any]], Any]) -> Any:
+    def setting_over_starts(self, read_setting: SettingReader) -> Any:
         """Return the last start's setting, or text such as `a, then b` if the starts differ."""
         settings_of_starts = [read_setting(start.settings) for start in self.kept_starts]
         texts = ["unknown" if setting is None else str(setting) for setting in settings_of_starts]
@@ -267,7 +275,7 @@ class RunRecord:
     def with_settings_of(self, start: RunStart) -> "RunRecord":
         """Return a copy of the run in which all starts have the given start's settings."""
         run_copy, start_settings = copy.copy(self), start.settings
-        if start is self.starts[-1]:
+        if start is self.starts[-1]:  # recipe.json and result.json already describe this start
             run_copy.recipe_file = start_settings | self.recipe_file
             return run_copy
         run_copy.recipe_file = start_settings
@@ -278,11 +286,11 @@ class RunRecord:
         run_copy.result_values = self.result_values | start_values
         run_copy.result_values["hosts"] = host_count(start_settings)
         if {"epochs", "steps_per_epoch"} <= start_settings.keys():
-            run_copy.result_values["total_steps"] = (
-                start_settings["epochs"] * start_settings["steps_per_epoch"]
-            )
-        later_starts = [later for later in self.kept_starts if later.begin_step >= start.last_kept_step]
-        if any(resets_best_result(later.settings) for later in later_starts):
+            total_steps = start_settings["epochs"] * start_settings["steps_per_epoch"]
+            run_copy.result_values["total_steps"] = total_steps
+        later_starts = [other for other in self.kept_starts if other.begin_step >= start.last_kept_step]
+        if any(resets_best_result(later_start.settings) for later_start in later_starts):
+            # result.json describes the images that the later start evaluated.
             run_copy.keys_of_later_start = {"val_name", "val_images", "test_name", "test_images"}
         return run_copy
 
@@ -317,11 +325,13 @@ class RunRecord:
 
     @property
     def data_name(self) -> str:
+        """Last component of --data."""
         return Path(self.result_values.get("data", "unknown data")).name
 
     def describe_evaluated_images(self, split: str = "val") -> str:
         """Describe the images that were evaluated during training ("val") or after training ("test")."""
-        split_name, max_images = self.result_values.get(f"{split}_name"), self.recipe.get("max_val_images")
+        split_name = self.result_values.get(f"{split}_name")
+        max_images = self.recipe.get("max_val_images")
         all_images = f"{split_name} split" if split_name else "held-out images"
         return f"{max_images:,} images of the {all_images}" if isinstance(max_images, int) else all_images
 
@@ -332,10 +342,10 @@ class RunRecord:
         headline_keys = ("test_accuracy", "final_accuracy", "test_loss", "final_loss")
         outcome = f"no evaluation of {self.data_name}"
         if headline_key := next((key for key in headline_keys if key in results), None):
-            evaluation, _, metric = headline_key.partition("_")
-            images = self.describe_evaluated_images("test" if evaluation == "test" else "val")
-            outcome = f"reaches {metric} {results[headline_key]:.4f} on the {images} of {self.data_name}"
-            if evaluation == "test":
+            stage, _, metric = headline_key.partition("_")  # for example "test" and "accuracy"
+            images_text = self.describe_evaluated_images("test" if stage == "test" else "val")
+            outcome = f"reaches {metric} {results[headline_key]:.4f} on the {images_text} of {self.data_name}"
+            if stage == "test":
                 outcome += f" with the best weights on the {self.describe_evaluated_images()}"
         last_epoch = max((metrics_line["epoch"] for metrics_line in self.metrics), default=0)
         epochs_text = f"{last_epoch:.3g} of {plural(results.get('epochs', '?'), 'epoch')}"
@@ -365,21 +375,25 @@ class RunRecord:
 
     @property
     def mean_utilisation_pct(self) -> tuple[float | None, str]:
-        """Mean GPU utilisation and `GPU`, or mean CPU utilisation and `CPU` if there are no GPUs."""
+        """Mean GPU utilisation and `GPU`, or mean CPU utilisation and `CPU` if there are no GPUs.
+
+        The mean over hosts is weighted by GPUs, or by telemetry samples for CPUs.
+        """
         summaries = self.host_summaries()
-        keys_of_device = {"GPU": ("utilisation_pct", "gpus"), "CPU": ("cpu_pct", "samples")}
-        for device_type, (utilisation_key, weight_key) in keys_of_device.items():
+        keys_by_device_type = {"GPU": ("utilisation_pct", "gpus"), "CPU": ("cpu_pct", "samples")}
+        for device_type, (utilisation_key, weight_key) in keys_by_device_type.items():
             measured_hosts = [summary for summary in summaries if summary.get(utilisation_key) is not None]
             weights = [summary.get(weight_key) or 1 for summary in measured_hosts]
             if measured_hosts:
-                utilisations = [summary[utilisation_key] for summary in measured_hosts]
-                weighted_pct = [share * weight for share, weight in zip(utilisations, weights, strict=True)]
+                means_pct = [summary[utilisation_key] for summary in measured_hosts]
+                weighted_pct = [mean * weight for mean, weight in zip(means_pct, weights, strict=True)]
                 return sum(weighted_pct) / sum(weights), device_type
         return None, "device"
 
     # --- Reading
 
     def _read_file(self, file_name: str) -> bytes | None:
+        """Return a file's content. For an unreadable file, add a message to self.problems and return None."""
         try:
             return read_file_inside(self.folder, file_name, MAX_FILE_BYTES)
         except FileNotFoundError:
@@ -389,6 +403,7 @@ class RunRecord:
         return None
 
     def _read_json(self, file_name: str) -> dict[str, Any]:
+        """Return a JSON file's values of the expected types. Add messages about errors to self.problems."""
         file_content = self._read_file(file_name)
         if file_content is None:
             return {}
@@ -406,6 +421,8 @@ class RunRecord:
         self, file_name: str, needed_keys: set[str], schema_file: str | None = None
     ) -> list[dict[str, Any]]:
         """Read the complete lines of a JSON Lines file. Skip lines that a kill or a full disk truncated.
+
+        Messages about broken lines are added to self.problems. Telemetry is sampled.
 
         Args:
             file_name: File name.
@@ -438,11 +455,14 @@ class RunRecord:
         return valid_lines
 
     def _read_confusion(self, file_name: str) -> dict[str, Any]:
-        """Read a file with a square confusion matrix or, for many classes, the most frequent mistakes."""
+        """Read a file with a square confusion matrix or, for many classes, the most frequent mistakes.
+
+        Return the file's values without an invalid matrix or invalid mistakes.
+        """
         confusion_content = self._read_json(file_name)
         class_count = len(confusion_content.get("classes", []))
 
-        def is_valid_mistake(mistake: list[Any]) -> bool:
+        def is_valid_mistake(mistake: list[Any]) -> bool:  # [true label, predicted label, image count]
             return len(mistake) == 3 and all(label in range(class_count) for label in mistake[:2])
 
         without_matrix = {key: value for key, value in confusion_content.items() if key != "confusion"}
@@ -452,7 +472,7 @@ class RunRecord:
         confusion_content.pop("mistakes", None)
         without_matrix.pop("mistakes", None)
         matrix_rows = confusion_content.get("confusion", [])
-        matrix_sizes = {len(matrix_rows), class_count, *map(len, matrix_rows)}
+        matrix_sizes = {len(matrix_rows), class_count, *map(len, matrix_rows)}  # one size if valid
         if confusion_content and (len(matrix_sizes) > 1 or not matrix_rows):
             self.problems.append(f"{file_name} contains no square confusion matrix")
             return without_matrix
@@ -461,12 +481,13 @@ class RunRecord:
 
 def _sample_lines(raw_lines: list[str]) -> list[str]:
     """Select about MAX_SAMPLES_PER_HOST telemetry samples, including each process's first and last sample."""
+    # Each process's first line is a header, which begins with the key `host`.
     first_indices = [
         line_index for line_index, raw_line in enumerate(raw_lines) if raw_line.startswith('{"host"')
     ]
     last_indices = {next_index - 1 for next_index in (*first_indices, len(raw_lines))}
     regular_indices = range(0, len(raw_lines), 1 + len(raw_lines) // MAX_SAMPLES_PER_HOST)
-    sampled_indices = {*first_indices, *last_indices, *regular_indices} - {-1}
+    sampled_indices = {*first_indices, *last_indices, *regular_indices} - {-1}  # no line precedes line 0
     return [raw_lines[line_index] for line_index in sorted(sampled_indices)]
 
 
@@ -478,6 +499,7 @@ def devices_text(settings: dict[str, Any]) -> str:
 
 
 def host_count(settings: dict[str, Any]) -> int:
+    """Return the number of hosts from a list of names (starts.jsonl) or a number (result.json)."""
     hosts = settings.get("hosts", 1)
     return hosts if isinstance(hosts, int) else len(hosts)
 
@@ -496,8 +518,9 @@ def strategy_and_processes(settings: dict[str, Any]) -> str:
 
 def mixed_precision_text(settings: dict[str, Any]) -> str:
     """Describe the precision, for example `bf16, by autocast (weights and residual stream in fp32)`."""
-    precision, half = settings.get("mixed_precision", "-"), settings.get("half_precision", "")
-    return f"{precision}, {HALF_PRECISION_TEXTS[half]}" if half in HALF_PRECISION_TEXTS else precision
+    precision = settings.get("mixed_precision", "-")
+    half_precision_text = HALF_PRECISION_TEXTS.get(settings.get("half_precision", ""))
+    return f"{precision}, {half_precision_text}" if half_precision_text else precision
 
 
 def recipe_change(start: RunStart, to_public_text: Callable[[str], str] = public_path) -> str:
@@ -525,7 +548,7 @@ def resets_best_result(start_line: dict[str, Any]) -> bool:
 
 
 def add_derived_values(start_line: dict[str, Any]) -> dict[str, Any]:
-    """Return a line of starts.jsonl with additional values that result.json derives from the line."""
+    """Return a line of starts.jsonl, extended by the values that result.json contains for this start."""
     flag_names = ("data", "batch_size", "epochs", "seed", "deterministic")
     recipe, _ = split_by_type(start_line.get("recipe", {}), VALUE_TYPES_BY_FILE["result.json"])
     derived_values = {flag_name: recipe[flag_name] for flag_name in flag_names if flag_name in recipe}
@@ -535,7 +558,7 @@ def add_derived_values(start_line: dict[str, Any]) -> dict[str, Any]:
 
 
 def evaluation_score(metrics_line: dict[str, Any], best_by: str) -> float:
-    """Return the evaluation score in a line of metrics.jsonl."""
+    """Return the score, according to the metric `best_by`, of an evaluation in a line of metrics.jsonl."""
     value_by_metric = {
         metric: metrics_line[f"val/{metric}"] for metric in METRICS if f"val/{metric}" in metrics_line
     }
@@ -543,15 +566,15 @@ def evaluation_score(metrics_line: dict[str, Any], best_by: str) -> float:
 
 
 def flag_text(flag_value: Any) -> str:
-    """Return the value in the form that users write after a flag."""
+    """Return a flag's value as users write it, or `unset` for None."""
     if isinstance(flag_value, list):
         return ",".join(map(str, flag_value)) or "none"
     return "unset" if flag_value is None else str(flag_value)
 
 
-def fill_missing(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Add missing names with the value None."""
-    return dict.fromkeys(names) | values
+def fill_missing(values_by_key: dict[str, Any], all_keys: Iterable[str]) -> dict[str, Any]:
+    """Return a copy of a dict in which missing keys have the value None."""
+    return dict.fromkeys(all_keys) | values_by_key
 
 
 def read_png_as_rgb(png_file: Path) -> Image.Image:

@@ -18,7 +18,7 @@ from onecurve.flags.fields import declared_values
 from onecurve.system.text import natural_sort_key
 from tools.logbook.run_record import RunRecord, mixed_precision_text
 
-SIGNIFICANCE_LEVEL = 0.05  # significance level of the test
+SIGNIFICANCE_LEVEL = 0.05  # maximum p-value of a significant difference
 MIN_STANDARD_ERROR = 1e-12  # smaller standard errors are rounding errors
 
 
@@ -37,7 +37,7 @@ class RunGroup:
 
     @property
     def accuracy_over_folds(self) -> float | None:
-        """Accuracy over all held-out images, or None if a fold is missing."""
+        """Accuracy over the held-out images of all folds and seeds, or None if a fold is missing."""
         image_counts = [run.result_values.get("val_images") or 0 for run in self.runs]
         seeds = {run.recipe.get("seed") for run in self.runs}
         has_all_folds = len(self.runs) == self.fold_count * len(seeds)
@@ -47,6 +47,7 @@ class RunGroup:
 
     @property
     def mean(self) -> float:
+        """Mean accuracy of the runs."""
         return statistics.fmean(self.accuracies)
 
     @property
@@ -67,10 +68,11 @@ class RunGroup:
     def relative_standard_error(self) -> float:
         """Standard error of the mean, in units of the standard deviation.
 
-        Folds are handled as in Nadeau and Bengio (2003).
+        Folds share training images. As in Nadeau and Bengio (2003), the ratio of held-out to training images
+        is added to the variance.
         """
-        fold_variance = 1 / (self.fold_count - 1) if self.fold_count else 0
-        return math.sqrt(1 / len(self.accuracies) + fold_variance)
+        held_out_ratio = 1 / (self.fold_count - 1) if self.fold_count else 0
+        return math.sqrt(1 / len(self.accuracies) + held_out_ratio)
 
 
 class GroupDifference(NamedTuple):
@@ -100,10 +102,10 @@ def group_runs(runs: Sequence[RunRecord], run_names: Sequence[str]) -> list[RunG
     run_groups = []
     for members in members_by_key.values():
         seed_counts = Counter(_seed_label(run) for _, run in members)
-        if len(seed_counts) == 1:  # all runs in the group used the same seed
+        if len(seed_counts) == 1:  # without a second seed, repeated runs of the same recipe are not grouped
             run_groups += [_make_run_group([member]) for member in members]
             continue
-        ((seed, run_count),) = seed_counts.most_common(1)
+        [(seed, run_count)] = seed_counts.most_common(1)
         if run_count > 1:
             folders = " and ".join(str(run.folder) for _, run in members if _seed_label(run) == seed)
             raise ValueError(f"{folders} have the same recipe and seed {seed}. Pass only one of these runs.")
@@ -112,6 +114,10 @@ def group_runs(runs: Sequence[RunRecord], run_names: Sequence[str]) -> list[RunG
 
 
 def _make_run_group(group_members: list[tuple[str, RunRecord]]) -> RunGroup:
+    """Return the group of named runs, in the order of their seeds.
+
+    The group's name is the first run's name without the seed and the fold.
+    """
     first_name, first_run = group_members[0]
     name_parts = [
         name_part for name_part in first_name.split(", ") if not name_part.startswith(("seed ", "fold "))
@@ -135,10 +141,10 @@ def headline_accuracy(run: RunRecord) -> float | None:
 
 
 def _group_key(run: RunRecord) -> str:
-    """Return a key that consists of the settings that all runs in a group share."""
+    """Return a text that is the same for two runs if only their seeds, folds and file locations differ."""
     excluded_flags = {"seed", *declared_values("locates")}
     recipe = {flag: flag_value for flag, flag_value in run.recipe.items() if flag not in excluded_flags}
-    recipe |= {"holdout": ["folds", run.fold_count]} if run.fold else {}
+    recipe |= {"holdout": ["folds", run.fold_count]} if run.fold else {}  # the same key for all folds
     settings = [run.result_values.get("script"), run.recipe_file.get("source"), run.strategies_and_devices]
     precision = run.setting_over_starts(mixed_precision_text)
     return json.dumps([recipe, [*settings, run.recipe_changes], precision], sort_keys=True)
@@ -157,7 +163,7 @@ def compare_groups(first: RunGroup, second: RunGroup) -> GroupDifference | None:
     mean_difference = second.mean - first.mean
     is_paired = second.accuracy_by_seed.keys() == first.accuracy_by_seed.keys()
     errors = [(group.standard_deviation or 0.0) * group.relative_standard_error for group in groups]
-    error_of_difference = math.hypot(*errors)
+    error_of_difference = math.hypot(*errors)  # standard error for Welch's test
     if is_paired:
         seeds = first.accuracy_by_seed
         paired_differences = [second.accuracy_by_seed[seed] - first.accuracy_by_seed[seed] for seed in seeds]
@@ -165,7 +171,8 @@ def compare_groups(first: RunGroup, second: RunGroup) -> GroupDifference | None:
     if error_of_difference < MIN_STANDARD_ERROR:
         return None
     group_degrees = [len(group.accuracies) - 1 for group in groups]
-    squared_variances = sum(error**4 / count for error, count in zip(errors, group_degrees, strict=True))
+    squared_variances = sum(error**4 / degrees for error, degrees in zip(errors, group_degrees, strict=True))
+    # For Welch's test, use the Welch-Satterthwaite equation.
     degrees_of_freedom = group_degrees[0] if is_paired else error_of_difference**4 / squared_variances
     p_value = 2 * float(stats.t.sf(abs(mean_difference) / error_of_difference, degrees_of_freedom))
     half_width = _critical_t(degrees_of_freedom) * error_of_difference
@@ -174,24 +181,26 @@ def compare_groups(first: RunGroup, second: RunGroup) -> GroupDifference | None:
 
 
 def _critical_t(degrees_of_freedom: float) -> float:
+    """Return Student's critical t for a two-sided test at SIGNIFICANCE_LEVEL."""
     from scipy import stats
 
-    return float(stats.t.ppf(1 - SIGNIFICANCE_LEVEL / 2, degrees_of_freedom))
+    return float(stats.t.ppf(1 - SIGNIFICANCE_LEVEL / 2, degrees_of_freedom))  # ppf is the quantile function
 
 
 def seed_verdict(first: RunGroup, second: RunGroup) -> str:
     """State in one sentence whether the second group is better, worse, or indistinguishable."""
-    group_difference = compare_groups(first, second)
+    group_difference = compare_groups(first, second)  # None without a test
     run_counts = {len(first.accuracies), len(second.accuracies)}
     if group_difference is None:
         skip_reason = "all pairs of runs differ by the same amount"
         if min(run_counts) < 2:
             skip_reason = "a single run does not show the variation between seeds"
         return f"{second.name} and {first.name} are not compared with a test, because {skip_reason}."
-    test = f"{'paired' if group_difference.is_paired else 'Welch'} t-test, p = {group_difference.p_value:.2g}"
+    test_name = "paired" if group_difference.is_paired else "Welch"
+    test_text = f"{test_name} t-test, p = {group_difference.p_value:.2g}"
     sample_sizes = f"n = {' and '.join(map(str, sorted(run_counts)))}"
     interval_text = f"95 %: {group_difference.interval_low:+.4f} to {group_difference.interval_high:+.4f}"
-    details = f"{group_difference.mean:+.4f}, {interval_text}; {test}"
+    details = f"{group_difference.mean:+.4f}, {interval_text}; {test_text}"
     if group_difference.p_value < SIGNIFICANCE_LEVEL:
         verdict = "better" if group_difference.mean > 0 else "worse"
         return f"{second.name} is {verdict} than {first.name} with {sample_sizes} ({details})."

@@ -22,6 +22,7 @@ from onecurve.system.phase import (
 )
 from tools.logbook.run_record import RunRecord
 
+# Title of each phase in the table of times
 ACTIVITY_TITLES = {
     TRAINING: "training steps",
     READING: "waiting for data and augmentation",
@@ -44,14 +45,11 @@ LOST_WORK_TITLE = "restarting: lost work after the last checkpoint"
 
 @dataclass(frozen=True)
 class MainProcess:
-    """Main process of a run, as recorded in the telemetry.
+    """Main process of a run, as recorded in the telemetry."""
 
-    wall_s_before is the run's wall_s when the process started.
-    """
-
-    began_at: float
-    ended_at: float  # time of the last telemetry sample
-    wall_s_before: float
+    began_at: float  # value of time.time()
+    ended_at: float  # value of time.time() at the last telemetry sample
+    wall_s_before: float  # the run's wall_s when the process started
 
     @property
     def wall_s_at_end(self) -> float:
@@ -63,10 +61,11 @@ def main_processes(run: RunRecord) -> list[MainProcess]:
     """Return the main processes in order. The list is empty without telemetry and for earlier versions."""
     processes = []
     for host_lines in run.telemetry.values():
+        # On each host, a header line precedes the samples of each process.
         header_indices = [line_index for line_index, line in enumerate(host_lines) if "host" in line]
         for header_index, next_header_index in pairwise([*header_indices, len(host_lines)]):
             process_header, last_sample = host_lines[header_index], host_lines[next_header_index - 1]
-            if {"before_s", "age_s"} <= process_header.keys():
+            if {"before_s", "age_s"} <= process_header.keys():  # only in a main process's header
                 began_at = process_header["t"] - process_header["age_s"]
                 processes.append(MainProcess(began_at, last_sample["t"], process_header["before_s"]))
     return sorted(processes, key=lambda process: process.began_at)
@@ -74,19 +73,19 @@ def main_processes(run: RunRecord) -> list[MainProcess]:
 
 def lost_s(run: RunRecord) -> float:
     """Return the seconds of work lost because the next process resumed an earlier checkpoint."""
-    process_pairs = pairwise(main_processes(run))
+    consecutive_processes = pairwise(main_processes(run))
     return sum(
         max(0.0, ended_process.wall_s_at_end - resumed_process.wall_s_before)
-        for ended_process, resumed_process in process_pairs
+        for ended_process, resumed_process in consecutive_processes
     )
 
 
 def paused_s(run: RunRecord) -> float:
     """Return the total seconds between the end of one main process and the start of the next."""
-    process_pairs = pairwise(main_processes(run))
+    consecutive_processes = pairwise(main_processes(run))
     return sum(
         max(0.0, resumed_process.began_at - ended_process.ended_at)
-        for ended_process, resumed_process in process_pairs
+        for ended_process, resumed_process in consecutive_processes
     )
 
 

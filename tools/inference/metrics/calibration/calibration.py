@@ -33,10 +33,11 @@ class Calibration(evaluate.Metric):
     def _compute(
         self, predictions: list[int], references: list[int], probabilities: list[float], bin_count: int = 15
     ) -> dict[str, float]:
-        hits, probabilities = np.equal(predictions, references), np.asarray(probabilities)
+        probabilities = np.asarray(probabilities)
+        is_hit = np.equal(predictions, references)
         inner_edges = np.linspace(0, 1, bin_count + 1)[1:-1]
         bin_of_sample = np.digitize(probabilities, inner_edges, right=True)
         # In each bin, |sum of hits - sum of probabilities| is |accuracy - mean probability| times the number
         # of samples.
-        gap_per_bin = np.bincount(bin_of_sample, hits - probabilities, minlength=bin_count)
+        gap_per_bin = np.bincount(bin_of_sample, is_hit - probabilities, minlength=bin_count)
         return {"expected_calibration_error": float(np.abs(gap_per_bin).sum() / len(references))}

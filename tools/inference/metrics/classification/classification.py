@@ -36,24 +36,28 @@ class Classification(evaluate.Metric):
         predictions, references = np.asarray(predictions), np.asarray(references)
         correct_labels = references[references == predictions]
         labels_to_count = (correct_labels, references, predictions)
+        # Per class: number of correct predictions, number of images, and number of predictions
         hits, support, predicted = (np.bincount(labels, minlength=class_count) for labels in labels_to_count)
         negatives = len(references) - support
+        false_positives = predicted - hits
         per_class = {
             "precision": _divide(hits, predicted),
             "recall": _divide(hits, support),
             "f1": _divide(2 * hits, support + predicted),
-            "specificity": _divide(negatives - (predicted - hits), negatives),
+            "specificity": _divide(negatives - false_positives, negatives),
             "support": support,
         }
         metrics_by_class = {metric: values.tolist() for metric, values in per_class.items()}
         accuracy = {"accuracy": float(hits.sum() / len(references))}
         if class_count > MAX_MATRIX_CLASSES:
             return accuracy | metrics_by_class
-        cell_counts = np.bincount(references * class_count + predictions, minlength=class_count**2)
+        flat_cells = references * class_count + predictions  # row * number of columns + column
+        cell_counts = np.bincount(flat_cells, minlength=class_count**2)
         confusion = cell_counts.reshape(class_count, class_count).tolist()
         return accuracy | {"confusion": confusion} | metrics_by_class
 
 
 def _divide(numerators: np.ndarray, denominators: np.ndarray) -> np.ndarray:
+    """Divide elementwise. A quotient with denominator 0 is 0."""
     zeros = np.zeros(len(numerators))
     return np.divide(numerators, denominators, out=zeros, where=denominators > 0)
