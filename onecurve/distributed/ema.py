@@ -7,7 +7,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from onecurve.distributed.layout import layout_of
+from onecurve.distributed.strategy_layouts import layout_of
 from onecurve.upstream.torch_ import lerp_
 
 SWAP_BUFFER_BYTES = 64 * 2**20  # size of the temporary buffer for swapping two tensors

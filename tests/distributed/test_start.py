@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from onecurve.distributed.accelerator import prepare, start
-from onecurve.distributed.layout import layout_of
+from onecurve.distributed.strategy_layouts import layout_of
 from onecurve.distributed.process import run_process
 from onecurve.flags.recipe import Recipe, parse
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from onecurve.distributed.accelerator import prepare
 from onecurve.distributed.job_accelerator import JobAccelerator
-from onecurve.distributed.layout import layout_of
+from onecurve.distributed.strategy_layouts import layout_of
 from tests.conftest import HALF_THE_CORES, accelerate, copy_project, full, mutate, python, run
 from tests.distributed.test_parity import FLAGS, assert_same_training
 

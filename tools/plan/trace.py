@@ -34,8 +34,9 @@ from torch.utils.flop_counter import flop_registry
 from onecurve.distributed.accelerator import wrap
 from onecurve.distributed.ema import EMA
 from onecurve.distributed.job_accelerator import JobAccelerator
-from onecurve.distributed.layout import layout_of, to_local
+from onecurve.distributed.layout import to_local
 from onecurve.distributed.strategy import precision, strategy
+from onecurve.distributed.strategy_layouts import layout_of
 from onecurve.flags.recipe import Batch, ImageRecipe, without_training_flags
 from onecurve.models.script import ASSUMED_CLASS_COUNT, load_script, recipe_of
 from onecurve.numerics.order import reseed
