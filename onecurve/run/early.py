@@ -7,10 +7,11 @@ RecipeClass = TypeVar("RecipeClass", bound=type)
 
 
 def check_early(recipe_class: RecipeClass) -> RecipeClass:
-    """Decorate a train script's recipe, so that invalid flags or data files end the script early.
+    """Check a train script's flags and data when its recipe class is defined, and exit if they are invalid.
 
-    The decorator has no effect in an imported script. It checks data only in single-host jobs, because in a
-    multi-host job, the other hosts would wait for the host that has exited.
+    This class decorator returns the class unchanged. It has no effect in an imported script. The first
+    process checks the data, but only in single-host jobs. In a multi-host job, the other hosts would wait for
+    the host that has exited.
     """
     if recipe_class.__module__ == "__main__":
         from onecurve.flags.recipe import ImageRecipe, from_flags
@@ -21,8 +22,8 @@ def check_early(recipe_class: RecipeClass) -> RecipeClass:
         if is_launched():  # End this process when the launcher ends, even during imports
             end_with_parent()
 
-        recipe: Any = from_flags(recipe_class)
-        say_loading()
+        recipe: Any = from_flags(recipe_class)  # Ends the process if a flag is invalid
+        say_loading()  # Tells the user why the next imports take seconds
         if isinstance(recipe, ImageRecipe) and is_hosts_first() and world_size() == processes_per_host():
             from onecurve.data.sources import check_inputs
 

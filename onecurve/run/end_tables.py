@@ -23,12 +23,17 @@ class _WeightFile(NamedTuple):
     """Row of the table of weight files."""
 
     path: Path
-    metric_value: float | None
+    metric_value: float | None  # Validation metric of --best_by, None if these weights were not evaluated
     description: str
 
 
 def print_result(folder: Path, chance_accuracy: float | None) -> None:
-    """Print result.json, the weight files and the output paths."""
+    """Print a finished run's results, weight files, suggested commands and output files.
+
+    Args:
+        folder: Folder of the run.
+        chance_accuracy: Share of the largest class in the evaluated images, or None if it is unknown.
+    """
     from rich.console import Console
 
     result = cast(Result, read_json(folder / "result.json"))
@@ -39,7 +44,7 @@ def print_result(folder: Path, chance_accuracy: float | None) -> None:
     console.print(_result_table(table_title, result, recipe_file["unit"], chance_accuracy))
     weight_table, recommended_file = _weight_table(folder, result, log_entries)
     console.print(weight_table)
-    if result["best_accuracy"] is not None:
+    if result["best_accuracy"] is not None:  # The model has classes
         # Commands that receive a folder use the averaged weights. If the raw weights are better, print the
         # path of the raw weight file.
         is_raw_best = recommended_file.name == MODEL_FILE and recommended_file.with_name(EMA_FILE).exists()
@@ -68,6 +73,10 @@ def confidence_interval(fraction: float, sample_count: int) -> tuple[float, floa
 
 
 def _result_table(title: str, result: Mapping[str, Any], unit: str, chance_accuracy: float | None) -> "Table":
+    """Return a table with a run's metrics, speed and memory use.
+
+    `result` is the content of result.json, and `unit` is the plural name of the samples.
+    """
     from rich.table import Table
 
     result_table = Table("quantity", title=title)
@@ -104,7 +113,10 @@ def _result_table(title: str, result: Mapping[str, Any], unit: str, chance_accur
 
 
 def _accuracy_rows(result: Mapping[str, Any], chance_accuracy: float | None) -> dict[str, str]:
-    """Return table rows with the accuracy's confidence interval and the chance level."""
+    """Return table rows with the accuracy's confidence interval and the chance level.
+
+    The accuracy belongs to the test split or, without a test split, to the best evaluation.
+    """
     stage, image_count_key = ("test", "test_images") if result.get("test_name") else ("best", "val_images")
     accuracy, image_count = result.get(f"{stage}_accuracy"), result[image_count_key]
     if accuracy is None or not image_count:
@@ -128,10 +140,12 @@ def _weight_table(
 
     best_by, split = result["best_by"], result["val_name"]
     best_checkpoint, last_checkpoint = result["best_checkpoint"], result["checkpoint"]
-    evaluations = {step_name(entry["step"]): entry for entry in log_entries if "val/loss" in entry}
+    evaluation_by_checkpoint = {  # {name of the step's checkpoint: log line of the step's evaluation}
+        step_name(entry["step"]): entry for entry in log_entries if "val/loss" in entry
+    }
     weight_files: list[_WeightFile] = []
     for checkpoint in dict.fromkeys((best_checkpoint, last_checkpoint)):
-        evaluation = evaluations.get(Path(checkpoint).name, {})
+        evaluation = evaluation_by_checkpoint.get(Path(checkpoint).name, {})
         metric_value, raw_metric = evaluation.get(f"val/{best_by}"), evaluation.get(f"val/raw_{best_by}")
         checkpoint_description = (
             f"best {best_by} on the {split} split" if checkpoint == best_checkpoint else "the last step"
@@ -147,7 +161,7 @@ def _weight_table(
         elif model_file.exists():
             weight_files.append(_WeightFile(model_file, metric_value, checkpoint_description))
     score_sign = 1 if METRICS[best_by].is_share else -1  # A loss is better if it is lower
-    # Only files in the first checkpoint are candidates. A file without a metric is the last choice.
+    # Only the files in the first row's checkpoint are candidates. A file without a metric is the last choice.
     score_by_path = {
         weight_path: -math.inf if metric_value is None else score_sign * metric_value
         for weight_path, metric_value, _ in weight_files

@@ -34,11 +34,11 @@ NOT_DETERMINISTIC_ERROR = " does not have a deterministic implementation"
 def end_preempted(session: RunSession, local_reason: str) -> None:
     """Save a final checkpoint after a signal, and close the run. All ranks must call this function.
 
-    All processes wait for the main process, because the launcher kills all processes as soon as one process
-    exits.
+    The main process writes the reason to metrics.jsonl, and the status to result.json. All other processes
+    wait for the main process, because the launcher kills all processes as soon as one process exits.
 
     Args:
-        session: Run state shared by all ranks.
+        session: State of the open run.
         local_reason: Reason why the run ends, or an empty string on a process that received no signal.
 
     Raises:
@@ -59,19 +59,24 @@ def end_preempted(session: RunSession, local_reason: str) -> None:
             main_record.close("failed")
         raise
     exchange.gather(None)  # Send the telemetry that was recorded after the newest snapshot
+    # Wait until the main process has written the checkpoint
     exchange.poll.wait_for_main(main_record is not None, session.saver.wait_up_to)
     main_failure = main_record and main_record.failure_message()
     if main_record:
         main_record.close("failed" if main_failure else "preempted")
     [main_failure] = broadcast_object_list([main_failure])
-    if main_failure:
+    if main_failure:  # All processes raise the main process's error
         raise ValueError(main_failure)
 
 
 def end_early(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> None:
-    """Write `preempted` to result.json, without a checkpoint, after a signal that arrived before training."""
+    """End a job that received a signal before the run was opened. No checkpoint is saved.
+
+    The main process writes the status `preempted` to result.json in the run's folder. All other processes
+    wait for the main process.
+    """
     expected_folder = _expected_folder(accelerator, recipe, batch) if accelerator.is_main_process else None
-    # The file exists if another process owns the folder, or if the owner was killed
+    # OWNER_FILE exists if another process owns the folder, or if the owner was killed
     if expected_folder and not (expected_folder / OWNER_FILE).exists():
         result_file = expected_folder / "result.json"
         with contextlib.suppress(ValueError, OSError):
@@ -83,11 +88,25 @@ def end_early(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> None:
 def end_failed(
     error: BaseException, accelerator: Accelerator, recipe: Recipe, batch: Batch, session: RunSession | None
 ) -> None:
-    """Raise the error that all processes report. The message of a known error explains the cause.
+    """Report an error to all ranks, record the failure, and close the run.
 
-    `session` is the run's shared state, or None if begin() has not been called.
+    Each process that fails calls this function. The main process first starts writing a snapshot that is held
+    in memory. A known error is replaced with an error that explains the cause. All other processes wait for
+    the main process to close its files.
+
+    Args:
+        error: Error that ended this process's training.
+        accelerator: Accelerator of the job.
+        recipe: Recipe of the run.
+        batch: Division of the batch among processes.
+        session: State of the open run, or None if begin() has not returned.
+
+    Raises:
+        BaseException: The error to report, if it is not `error` itself. This error explains `error`, or is
+            another rank's error that caused `error`. Otherwise, the function returns, and Python raises
+            `error` again at the end of the run's `with` statement.
     """
-    watch.begin_exit()
+    watch.begin_exit()  # From now on, another rank's failure can't terminate this process
     now.enter(ENDING)
     main_record = session.main_record if session else None
     if main_record:
@@ -111,7 +130,10 @@ def end_failed(
 
 
 def _resume_step(accelerator: Accelerator, recipe: Recipe, batch: Batch, session: RunSession | None) -> int:
-    """Return the step at which the same command resumes the run. Ctrl-C does not save a checkpoint."""
+    """Return the step at which the same command resumes the run, after waiting for an unfinished save.
+
+    Ctrl-C does not save a checkpoint. The result is 0 if the same command starts from the beginning.
+    """
     if session:
         session.saver.wait_up_to(MAX_CHECKPOINT_WAIT_S)
         return session.saver.committed_step or session.steps.first
@@ -120,9 +142,13 @@ def _resume_step(accelerator: Accelerator, recipe: Recipe, batch: Batch, session
 
 
 def _expected_folder(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> Path | None:
-    """Return the folder that a run of this recipe would use, or None if the folder is unknown."""
+    """Return the folder that a run of this recipe would use, or None if the folder can't be determined.
+
+    A missing folder is created. The folder is not leased.
+    """
     with contextlib.suppress(ValueError, OSError):
-        return next(candidate_folders(recipe, run_name(accelerator, recipe, batch), None))
+        automatic_name = run_name(accelerator, recipe, batch)
+        return next(candidate_folders(recipe, automatic_name, last_step=None))
     return None
 
 
@@ -131,10 +157,11 @@ def explained_error(
 ) -> BaseException:
     """Return a ValueError that explains the cause and remedy of a known error.
 
-    Return other errors unchanged.
+    Other errors are returned unchanged. `session` is None if begin() has not returned.
     """
     if is_out_of_memory(error):
         return ValueError(out_of_memory_message(accelerator, batch, error))
+    # The error for an undecodable image suggests this flag. Resuming with it also needs --allow_changed.
     if str(error).endswith("--on_bad_image skip") and session:
         has_given_folder = not (session.recipe.output_dir or ANY_FOLDER_NAME).endswith(ANY_FOLDER_NAME)
         # `is_run_resumable` is truthy if the same command would resume this run
@@ -165,9 +192,9 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def out_of_memory_message(accelerator: Accelerator, batch: Batch, error: BaseException) -> str:
-    """Return a message that suggests a batch size.
+    """Return a message that suggests a smaller batch size per device, sharding or a smaller model.
 
-    If the error does not mention memory, the message quotes it.
+    If the first line of `error` does not mention memory, the message quotes this line.
     """
     smaller_batch_size = batch.smaller_per_device()
     remedy = "Shard the model (fsdp_4gpu, zero3_4gpu, zero3_offload_4gpu), or use a smaller model"

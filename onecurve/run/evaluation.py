@@ -34,7 +34,7 @@ def mean_of_classes(metric: Metric, counts_by_class: np.ndarray) -> float:
     """
     assert metric.compute
     numerators, denominators = metric.compute(*counts_by_class)
-    is_defined = denominators > 0
+    is_defined = denominators > 0  # Excludes classes for which the metric would be 0 / 0
     return float((numerators[is_defined] / denominators[is_defined]).mean())
 
 
@@ -44,6 +44,7 @@ def frequent_mistakes(labels: np.ndarray, predicted: np.ndarray, class_count: in
     Both inputs are int64 [n].
     """
     is_wrong = labels != predicted
+    # Encode each pair of classes as an integer, so that np.unique counts the pairs
     pair_codes, counts = np.unique(labels[is_wrong] * class_count + predicted[is_wrong], return_counts=True)
     most_frequent_rows = np.argsort(-counts, kind="stable")[:MAX_LISTED_MISTAKES]
     codes_with_counts = np.c_[pair_codes, counts][most_frequent_rows].tolist()
@@ -77,9 +78,17 @@ class PredictedBatch:
 class EvaluationWatcher(Protocol):
     """Interface for objects that receive an evaluation's progress and predictions."""
 
-    def show_progress(self, text: str) -> None: ...
+    def show_progress(self, text: str) -> None:
+        """Show the evaluation's progress. All ranks call this method before each micro-batch."""
 
-    def keep_predictions(self, confusion: Tensor | list[Mistake], examples: list[PredictedBatch]) -> None: ...
+    def keep_predictions(self, confusion: Tensor | list[Mistake], examples: list[PredictedBatch]) -> None:
+        """Store an evaluation's predictions.
+
+        Args:
+            confusion: Confusion matrix of all ranks, int64 [classes, classes] with one row per true class. If
+                there are more than MAX_CONFUSION_CLASSES classes, the most frequent mistakes of all ranks.
+            examples: This rank's share of the sample predictions.
+        """
 
 
 def evaluate(
@@ -96,6 +105,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Evaluate a model on a split. All ranks must call this function.
 
+    The function copies rank 0's BatchNorm statistics to all ranks, and leaves the model in training mode.
+
     Args:
         accelerator: Accelerator of the job.
         model: Model whose forward pass returns logits.
@@ -105,11 +116,8 @@ def evaluate(
         mean: Per-channel mean, for pixels in [0, 1].
         std: Per-channel standard deviation, for pixels in [0, 1].
         crop: Method for resizing images, and for cropping images that stay encoded.
-        watcher: Receiver of the evaluation's progress and predictions. show_progress() is called before each
-            micro-batch. keep_predictions() receives the confusion matrix, int64 [classes, classes] with one
-            row per true class, or the most frequent mistakes if there are more than MAX_CONFUSION_CLASSES
-            classes. keep_predictions() also receives this process's share of MAX_EXAMPLES sample predictions.
-            The sample images do not depend on the seed.
+        watcher: Receiver of the evaluation's progress and predictions. keep_predictions() receives this
+            process's share of MAX_EXAMPLES sample predictions. The sample images do not depend on the seed.
 
     Returns:
         A dictionary with "loss", "accuracy", "images" and the metric of --best_by. All processes return the
@@ -118,8 +126,10 @@ def evaluate(
     # [sum of the losses, sum of the metric that --best_by selects]
     metric_sums = torch.zeros(2, device=accelerator.device, dtype=torch.float64)
     metric = METRICS[recipe.best_by]
+    # counts_by_class contains each class's numbers of images, predictions and correct predictions,
+    # int64 [3, classes]. Both tensors are created when the number of classes is known.
     counts_by_class = confusion = None
-    labels_and_predictions: list[Tensor] = []
+    labels_and_predictions: list[Tensor] = []  # int64 [2, v] per micro-batch, used with too many classes
     example_batches: list[PredictedBatch] = []
     expected_image_count = evaluated_count(split, recipe)
     example_ids = choose_by_hash(len(split), min(MAX_EXAMPLES, expected_image_count))
@@ -128,7 +138,7 @@ def evaluate(
     for outputs in predict_batches(accelerator, model, split, recipe, batch, mean, std, show_progress, crop):
         class_count, predicted_classes = outputs.logits.shape[1], outputs.logits.argmax(1)
         loss_sum += exact_sum(F.cross_entropy(outputs.logits, outputs.labels, reduction="none"))
-        if metric.compute and not metric.by_class:
+        if metric.compute and not metric.by_class:  # The metric is a mean over samples
             metric_sum += exact_sum(metric.compute(outputs.logits, outputs.labels).float())
         if counts_by_class is None:
             counts_by_class = torch.zeros(3, class_count, dtype=torch.int64, device=metric_sums.device)
@@ -146,7 +156,7 @@ def evaluate(
         if np.isin(outputs.ids, example_ids).any():
             example_batches.append(outputs.select(example_ids))
     counts_by_class = accelerator.reduce(counts_by_class, "sum")
-    image_count, _, correct_count = counts_by_class.sum(1).tolist()
+    image_count, _, correct_count = counts_by_class.sum(1).tolist()  # Sums over the classes
     assert image_count == expected_image_count, f"evaluated {image_count} of {expected_image_count} images"
     if confusion is not None:
         watcher.keep_predictions(accelerator.reduce(confusion, "sum"), example_batches)
@@ -186,7 +196,9 @@ def predict_batches(
 ) -> Iterator[PredictedBatch]:
     """Yield predictions for this process's share of the split. All ranks must use this iterator.
 
-    See evaluate() for the arguments.
+    The generator copies rank 0's BatchNorm statistics to all ranks. It sets the model to evaluation mode, and
+    back to training mode at the end. It calls show_progress(text) before each micro-batch. `crop` is the
+    method for resizing and cropping images. `mean` and `std` then normalise pixels in [0, 1].
     """
     for buffer in model.buffers():  # All ranks use rank 0's BatchNorm statistics
         broadcast(buffer)

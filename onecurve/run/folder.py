@@ -143,7 +143,11 @@ class RunFolder:
         raise AssertionError("folder numbers are unlimited")
 
     def _open_checkpoint(self) -> None:
-        """Open the S3 mirror, and find the checkpoint from which the run resumes."""
+        """Set `checkpoint` to the checkpoint from which the run resumes, and set `resumed_from`.
+
+        The method removes leftovers of interrupted saves from the run folder. With --s3, it also leases the
+        S3 prefix, sets `mirror`, and downloads a newer checkpoint.
+        """
         for subfolder_name in SUBFOLDERS:
             refuse_link(self.path / subfolder_name)
         checkpoints.remove_temporary_folders(self.path / "checkpoints")
@@ -152,7 +156,7 @@ class RunFolder:
             from onecurve.system.s3 import ObjectStore
 
             s3_store = ObjectStore(self.recipe.s3)
-            s3_store.probe()
+            s3_store.probe()  # Raises StoreError, a ValueError, if the store does not work
             prefix_lease = Lease(PrefixRecord(s3_store), self.heartbeat)
             self.leases.append(prefix_lease)
             self.mirror = Mirror(s3_store, self.path, self.recipe.keep_every, prefix_lease.check_owner)
@@ -174,7 +178,14 @@ class RunFolder:
                 self.resumed_from = resume if has_resume_path else None
 
     def _newest_own_checkpoint(self) -> Checkpoint | None:
-        """Return the newest checkpoint in the folder or in S3. Download a newer checkpoint from S3."""
+        """Return the newest intact checkpoint of this run, or None if there is none.
+
+        If S3 contains a newer checkpoint, this method downloads the checkpoint and the logs to the folder.
+
+        Raises:
+            ValueError: If all checkpoints are damaged, if the recipe in S3 differs, or if the run in S3 is
+                finished or excluded by --resume never.
+        """
         checkpoints_folder = self.path / "checkpoints"
         local_checkpoint = local_error = None
         try:
@@ -186,6 +197,7 @@ class RunFolder:
             from onecurve.system.s3 import WrongSize
 
             s3_store, requires_new_run = self.mirror.store, self.recipe.resume == "never"
+            # -1 means that there is no checkpoint
             newest_local_step = local_checkpoint.step if local_checkpoint else -1
             newest_s3_step = max(committed_steps(s3_store), default=-1)
             read_stored_result = partial(_read_stored_json, s3_store, "result.json")
@@ -208,7 +220,7 @@ class RunFolder:
                 # Download the logs first. After an interruption, the next start downloads the logs and the
                 # checkpoint again.
                 download_logs(s3_store, self.path)
-                check_prefix_owner = self.leases[-1].check_owner
+                check_prefix_owner = self.leases[-1].check_owner  # The last lease is on the S3 prefix
                 fetch_newer = partial(fetch_newest, s3_store, checkpoints_folder, newest_local_step)
                 if fetch_newer(self.heartbeat, check_prefix_owner) is not None:
                     return checkpoints.newest(checkpoints_folder, self.heartbeat)
@@ -229,15 +241,14 @@ def candidate_folders(recipe: Recipe, automatic_name: str, last_step: int | None
     Args:
         recipe: Recipe of the run.
         automatic_name: Automatic name of the run.
-        last_step: Last step of the run, or None if the step is unknown. If last_step is specified, the
-            function logs the name of an unfinished run that is not resumed although at most one flag of its
-            recipe differs.
+        last_step: Last step of the run, or None if the step is unknown. Unless it is None, the function logs
+            a hint about an unfinished run that is not resumed, although at most one flag differs.
 
     Raises:
         ValueError: If --output_dir contains a different run or another program's files, or a recipe.json
             can't be read.
     """
-    is_hint_logged = last_step is None
+    is_hint_logged = last_step is None  # True if no further hint may be logged
     output_dir = Path(recipe.output_dir or f"runs/{ANY_FOLDER_NAME}")
     given_folder = output_dir if output_dir.name != ANY_FOLDER_NAME else None
     runs_folder = output_dir.parent / script_name()
@@ -258,6 +269,8 @@ def candidate_folders(recipe: Recipe, automatic_name: str, last_step: int | None
                 f" starting a new run, add --name {shlex.quote(furthest_run_name)}"
             )
     automatic_folders = map(runs_folder.joinpath, itertools.chain(resumable_names, numbered(automatic_name)))
+    # If the caller asks for a second folder although --output_dir specifies one, a different run has used the
+    # given folder. The second check then raises an error that names the difference.
     for folder in itertools.repeat(given_folder) if given_folder else automatic_folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -313,7 +326,10 @@ def _unfinished_run_names_by_step(runs_folder: Path, recipe: Recipe, last_step: 
 
 
 def _is_job_restartable() -> bool:
-    """Return True if the launcher may restart the job with a different number of processes."""
+    """Return True if the launcher may restart the job with a different number of processes.
+
+    The launcher is torchrun with --max_restarts, or launch.py in a later round of an elastic job.
+    """
     _, current_round = job_round()
     return bool(_max_restarts() or current_round)
 
@@ -322,14 +338,14 @@ def _foreign_file_name(folder: Path) -> str | None:
     """Return the name of another program's file that a run would overwrite, or None if there is none."""
     recipe_file = read_recipe_file(folder) or {}
     if "recipe" in recipe_file or steps_in(folder / "checkpoints"):
-        return None
+        return None  # The folder contains a run, whose files are not foreign
     matching_files = (file for pattern in RUN_FILE_PATTERNS for file in sorted(folder.glob(pattern)))
     foreign_files = (file for file in matching_files if file.lstat().st_size and not _is_leftover(file))
     return next((str(foreign_file.relative_to(folder)) for foreign_file in foreign_files), None)
 
 
 def _is_leftover(run_file: Path) -> bool:
-    """Return True if the file was written by a run that ended before it wrote recipe.json."""
+    """Return True if the content shows that a run wrote the file, but ended before it wrote recipe.json."""
     is_written_by_run = IS_WRITTEN_BY_RUN.get(run_file.name)
     if is_written_by_run is None:
         return False
@@ -341,18 +357,30 @@ def _is_leftover(run_file: Path) -> bool:
 
 
 def _other_runs_checkpoint(run_folder: Path, resume: str, heartbeat: Heartbeat) -> Checkpoint:
-    """Return the checkpoint that --resume specifies, or the newest checkpoint of that run or S3 prefix."""
+    """Return the checkpoint that --resume specifies, or the newest checkpoint of that run or S3 prefix.
+
+    Args:
+        run_folder: Folder of this run, to which a checkpoint is downloaded from S3.
+        resume: Value of --resume, which is a local path or an s3:// address.
+        heartbeat: Function called during long operations.
+
+    Raises:
+        ValueError: If --resume specifies no intact checkpoint.
+    """
     resume_path, checkpoint = Path(resume), None
     if resume.startswith("s3://"):
         from onecurve.checkpoint.mirror import fetch_newest
         from onecurve.system.s3 import ObjectStore
 
+        # When the run begins, remove_temporary_folders() removes this folder, because of the name `.step_*`.
         temporary_folder = run_folder / "checkpoints" / ".step_others"
+        # -1 includes the checkpoints of all steps.
         if fetch_newest(ObjectStore(resume), temporary_folder, -1, heartbeat) is not None:
             checkpoint = checkpoints.newest(temporary_folder, heartbeat)
     elif step_from_name(resume_path.resolve().name) is not None:
         return checkpoints.verify_checkpoint(resume_path.resolve(), heartbeat)
     else:
+        # --resume may specify a run folder or its subfolder checkpoints/
         for candidate_folder in (resume_path / "checkpoints", resume_path):
             if steps_in(candidate_folder):
                 checkpoint = checkpoints.newest(candidate_folder, heartbeat, is_owner=False)
@@ -364,11 +392,11 @@ def _other_runs_checkpoint(run_folder: Path, resume: str, heartbeat: Heartbeat) 
 
 
 def count_restarts(folder: Path, step: int) -> None:
-    """Count the launcher's restarts without progress in restarts.json.
+    """Record this start in restarts.json, and end a job that the launcher restarts again and again.
 
-    This function is called each time a run starts. If the same launcher starts the run at the same step
-    again, the previous process made no progress, unless that process was asked to stop, for example because a
-    host joined.
+    The main process calls this function each time a run starts. If the same launcher starts the run at the
+    same step again, the previous process made no progress. A restart is not counted if the previous process
+    was asked to stop, for example because a host joined.
 
     Args:
         folder: Folder of the run.
@@ -378,8 +406,8 @@ def count_restarts(folder: Path, step: int) -> None:
         ValueError: If more than MAX_FRUITLESS_RESTARTS consecutive restarts made no progress.
     """
     if _max_restarts() == 0:
-        return
-    # Unique identifier of the launcher
+        return  # torchrun does not restart this job
+    # Identifies the launcher, which is this process's parent, even if its PID is reused
     launcher_id = f"{socket.gethostname()} {os.getppid()} {start_ticks(os.getppid())}"
     restarts_file = folder / "restarts.json"
     fruitless_restarts = 0
@@ -387,9 +415,10 @@ def count_restarts(folder: Path, step: int) -> None:
         previous_restarts = read_json(restarts_file)
         if (previous_restarts["launcher"], previous_restarts["step"]) == (launcher_id, step):
             fruitless_restarts = previous_restarts["fruitless"] + 1
-            # A missing result.json raises an OSError.
+            # If result.json is missing, read_json() raises an OSError, and the restart counts as fruitless.
             was_asked_to_stop = read_json(folder / "result.json")["status"] == "preempted"
-            fruitless_restarts -= was_asked_to_stop
+            if was_asked_to_stop:
+                fruitless_restarts -= 1
     write_json(restarts_file, {"launcher": launcher_id, "step": step, "fruitless": fruitless_restarts})
     if fruitless_restarts > MAX_FRUITLESS_RESTARTS:
         raise ValueError(
@@ -400,8 +429,10 @@ def count_restarts(folder: Path, step: int) -> None:
 
 
 def _read_stored_json(s3_store: "ObjectStore", object_key: str) -> Any:
+    """Return the JSON value in an S3 object. Raise ValueError if the object is missing or invalid."""
     return json.loads(s3_store.read(object_key, JSON_LIMIT_BYTES) or b"")
 
 
 def _max_restarts() -> int:
+    """Return torchrun's --max_restarts, or 0 if torchrun did not start this process."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))

@@ -47,8 +47,9 @@ def model_prefix(recipe: Recipe) -> str:
 def why_other_run(recorded_run: dict[str, Any], recipe: Recipe) -> str:
     """Return the reason why a run does not match a recipe.
 
-    The reason is empty if the run matches the recipe, or if the run's recipe is unknown. `recorded_run` is
-    the content of the run's recipe.json or owner.json.
+    The reason follows `contains a run` in a message, such as ` of the script train_vit`. The reason is empty
+    if the run matches the recipe, or if the run's recipe is unknown. `recorded_run` is the content of the
+    run's recipe.json or owner.json.
     """
     if not isinstance(recorded_run.get("recipe"), dict):
         return ""
@@ -69,6 +70,7 @@ def recipe_differences(recorded_flags: dict[str, Any], recipe: Recipe) -> list[s
     current_flags = json.loads(json.dumps(recipe_part(recipe)))
     default_flags = json.loads(json.dumps(recipe_part(type(recipe)())))
     removed_flags = [flag for flag in without_removed_flags(recorded_flags) if flag in REMOVED_FLAGS]
+    # A value that both recipes derive from a different flag is not a difference.
     recorded_flags = recipe.without_derived(default_flags | recorded_flags)
     path_flags = flags_where(type(recipe), "is_path")
     flag_differences = [
@@ -83,7 +85,11 @@ def recipe_differences(recorded_flags: dict[str, Any], recipe: Recipe) -> list[s
 
 
 def only_difference(folder: Path, recipe: Recipe, last_step: int | None) -> str:
-    """Describe the only flag in which this script's unfinished run differs from a recipe, or return ""."""
+    """Describe the flag in which this script's unfinished run in a folder differs from a recipe.
+
+    The description has a form such as `--epochs was 3, now 10`. It is empty if the folder contains no such
+    run, or if the number of different flags is not 1.
+    """
     recorded_run = read_recipe_file(folder) or {}
     recorded_flags = recorded_run.get("recipe")
     is_same_script = recorded_run.get("script") == script_name() and isinstance(recorded_flags, dict)
@@ -144,12 +150,14 @@ def has_finished(read_result: Callable[[], Any], last_step: int | None) -> bool:
     """
     try:
         run_result = read_result()
+        # `uploaded` is False until all files are in S3. Without --s3, the entry is missing.
         is_run_complete = run_result["status"] == "finished" and run_result.get("uploaded") is not False
         early_end_cause = run_result.get("stopped_by")
+        # A run that --patience or the script ended has no further steps.
         may_run_continue = not early_end_cause or early_end_cause.startswith("--max_steps")
         includes_last_step = last_step is None or not may_run_continue or run_result["steps"] >= last_step
         return is_run_complete and includes_last_step
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):  # result.json is missing, damaged or incomplete
         return False
 
 

@@ -62,11 +62,12 @@ class FolderRecord:
         except FileExistsError:
             return False
         except OSError:  # The disk may be full
-            self.path.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)  # Removes the empty file that open() has created
             raise
         return True
 
     def read(self) -> str | None:
+        """Return the record's text, or None without a record. Raise OSError if the file can't be read."""
         try:
             return read_regular(self.path).decode(errors="replace")
         except FileNotFoundError:
@@ -76,16 +77,16 @@ class FolderRecord:
         write_text(self.path, record_text)
 
     def remove(self, record_text: str) -> None:
-        """Remove the record by renaming its file, so that only one process can remove the record.
+        """Remove the record if it still contains `record_text`. A record from a newer owner stays.
 
-        Keep a newer record.
+        The method first renames the file, so that only one process can remove the record.
         """
         renamed_path = self.path.with_name(f".{OWNER_FILE}.{secrets.token_hex(4)}")
         with contextlib.suppress(FileNotFoundError):
             self.path.rename(renamed_path)
             renamed_text = renamed_path.read_text()
             if renamed_text != record_text:
-                self.create(renamed_text)
+                self.create(renamed_text)  # Restores the newer owner's record
             renamed_path.unlink()
 
 
@@ -99,9 +100,11 @@ class PrefixRecord:
         self.object_store = object_store
 
     def create(self, record_text: str) -> bool:
+        """Create the record. Return False if a record already exists."""
         return self.object_store.create(OWNER_FILE, record_text.encode())
 
     def read(self) -> str | None:
+        """Return the record's text, or None without a record."""
         record_bytes = self.object_store.read(OWNER_FILE)
         return None if record_bytes is None else record_bytes.decode(errors="replace")
 
@@ -109,6 +112,7 @@ class PrefixRecord:
         self.object_store.write(OWNER_FILE, record_text.encode())
 
     def remove(self, record_text: str) -> None:
+        """Remove the record if it still contains `record_text`."""
         if self.read() == record_text:
             self.object_store.delete([OWNER_FILE])
 
@@ -136,6 +140,7 @@ class Lease:
         owner_details: dict[str, Any] | None = None,
     ):
         self.record_file = record_file
+        # `id` identifies this owner. The heartbeat thread increments `beat`.
         self.record = {**(owner_details or {}), **_this_process(), "id": secrets.token_hex(8), "beat": 0}
         self.lost_message: str | None = None  # Set when a different run has taken over
         while not record_file.create(json.dumps(self.record)):
@@ -145,7 +150,10 @@ class Lease:
         self.heartbeat_thread.start()
 
     def check_owner(self) -> str | None:
-        """Read the record again. Return a message if a different run has taken over, or None."""
+        """Read the record again. If a different run has taken over, return a message, otherwise None.
+
+        The message is also stored in `lost_message`.
+        """
         location, record_text = self.record_file.location, self.record_file.read()
         current_owner = _parsed_record(record_text)
         if record_text is None:
@@ -164,6 +172,10 @@ class Lease:
         self.heartbeat_thread.join(MAX_RELEASE_WAIT_S)
 
     def _send_heartbeats(self) -> None:
+        """Increment the record's counter until release() is called, and then remove the record.
+
+        This method runs in a thread. After a different run has taken over, it leaves the record unchanged.
+        """
         # Errors are ignored here, because checkpoints report a full disk, and the mirror reports errors of
         # the S3 store (StoreError, a ValueError).
         while not self.release_requested.wait(HEARTBEAT_INTERVAL_S) and not self.lost_message:
@@ -185,6 +197,7 @@ def is_owned(folder: Path, max_silence_s: float = MAX_SILENCE_S) -> bool:
         owner_record = _parsed_record(FolderRecord(folder).read())
         if _is_on_this_machine(owner_record):
             return _is_owner_running(owner_record)
+        # Each heartbeat rewrites the file
         silence_s = time.time() - (folder / OWNER_FILE).stat().st_mtime
         return not _is_from_earlier_round(owner_record) and silence_s < max_silence_s
     return False
@@ -206,9 +219,11 @@ def _is_from_earlier_round(owner_record: dict[str, Any]) -> bool:
 
 
 def _wait_for_owner_to_end(record_file: RecordFile, heartbeat: Callable[[], None]) -> None:
-    """Wait until the record is removed, or remove a dead owner's record.
+    """Wait until an owner's record is removed, or remove the record of a dead owner.
 
-    Raise AlreadyOwned if the owner is alive.
+    Raise AlreadyOwned if the owner is alive. An owner on a different machine is dead if launch.py has ended
+    its round, or if it sends no heartbeat for MAX_SILENCE_S seconds. While waiting for such an owner, this
+    function calls heartbeat() every second.
     """
     location, record_text = record_file.location, record_file.read()
     if record_text is None:
@@ -216,10 +231,10 @@ def _wait_for_owner_to_end(record_file: RecordFile, heartbeat: Callable[[], None
     owner_record = _parsed_record(record_text)
     owner_in_words = _owner_in_words(owner_record)
     in_use_advice = f"Stop that process, or choose a different {record_file.location_flag}"
-    already_owned = AlreadyOwned(f"{location} is in use by {owner_in_words}. {in_use_advice}", owner_record)
+    in_use_error = AlreadyOwned(f"{location} is in use by {owner_in_words}. {in_use_advice}", owner_record)
     if _is_on_this_machine(owner_record):
         if _is_owner_running(owner_record):
-            raise already_owned
+            raise in_use_error
     elif not _is_from_earlier_round(owner_record):
         log.info(
             f"{location} is leased by {owner_in_words}."
@@ -232,8 +247,8 @@ def _wait_for_owner_to_end(record_file: RecordFile, heartbeat: Callable[[], None
             newer_record_text = record_file.read()
             if newer_record_text is None:
                 return
-            if newer_record_text != record_text:
-                raise already_owned
+            if newer_record_text != record_text:  # The owner has incremented its counter
+                raise in_use_error
     log.info(f"taking over {location}, because {owner_in_words} has ended")
     record_file.remove(record_text)
 
@@ -262,11 +277,13 @@ def _machine_id() -> str:
 
 
 def _owner_in_words(owner_record: dict[str, Any]) -> str:
+    """Describe an owner's process. The record's entries are redacted, because messages show them."""
     host, pid, since = (redacted(str(owner_record.get(key, "unknown"))) for key in ("host", "pid", "since"))
     return f"process {pid} on host {host} (started {since})"
 
 
 def _parsed_record(record_text: str | None) -> dict[str, Any]:
+    """Parse an owner's record. Return {} if the record is missing, empty or damaged."""
     try:
         return parse_json(record_text or "{}", OWNER_FILE)
     except ValueError:

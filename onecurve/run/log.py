@@ -28,7 +28,8 @@ if TYPE_CHECKING:  # Imported lazily at runtime
 class RunLog:
     """Log of a run on the main process. After a failed write, `problem` contains a message for all processes.
 
-    The constructor removes log lines for steps after the step in `state`.
+    The constructor removes log lines for steps after the step in `state`, starts the trackers, and writes
+    recipe.json.
 
     Args:
         folder: Folder of the run.
@@ -42,7 +43,7 @@ class RunLog:
 
     def __init__(self, folder: Path, recipe: Recipe, recipe_file: RecipeFile, state: RunState, steps: Steps):
         self.folder, self.state, self.steps_per_epoch = folder, state, steps.per_epoch
-        self.problem: str | None = None
+        self.problem: str | None = None  # Error message of the first failed write
         self.pending_scalars: dict[str, float | Tensor] = {}  # Scalars from the script for the next log line
         self.val_images_by_class: list[int] = []  # Number of images per class in the last evaluation
         # Value of time.monotonic() after which the next step is reported to launch.py
@@ -53,6 +54,7 @@ class RunLog:
             samples_path.unlink()
         if recipe.log_samples and samples_path.exists():
             _truncate_after(samples_path, state.step)
+        # The last such entry shows whether the previous process ended after a signal.
         interruption_and_resume_entries = [
             log_entry for log_entry in kept_log_entries if {"interrupted_at", "resumed_at"} & set(log_entry)
         ]
@@ -85,9 +87,9 @@ class RunLog:
             self.was_interrupted = False
 
     def log_metrics(self, metrics: dict[str, float], telemetry_means: dict[str, float] | None = None) -> None:
-        """Log a line with `metrics` and the script's finite scalars.
+        """Log a line with `metrics` and the script's finite scalars, and show it in the progress display.
 
-        Only the trackers receive the telemetry.
+        Only the trackers receive the telemetry. Reading a scalar that is a tensor waits for its device.
         """
         scalars, self.pending_scalars = self.pending_scalars, {}
         finite_scalars = {tag: float(scalar) for tag, scalar in scalars.items() if math.isfinite(scalar)}
@@ -98,7 +100,7 @@ class RunLog:
             if self.trackers:
                 self.trackers.log({**log_entry, **(telemetry_means or {})}, logged_step)
         except OSError as error:
-            self._set_problem("the trackers' files", error)
+            self._record_write_error("the trackers' files", error)
         self.progress.show(logged_step, log_entry["epoch"], logged_values)
 
     def log_evaluation(
@@ -130,7 +132,7 @@ class RunLog:
             confusion_json = json.dumps(confusion_subject | confusion_entries)
             write_text(self.folder / "confusion.json", confusion_json + "\n")
         except OSError as error:
-            self._set_problem("confusion.json", error)
+            self._record_write_error("confusion.json", error)
 
     def write_samples(self, ids_by_rank: list[list[int]], ids_per_step: int) -> None:
         """Log one line per step, with the step's sample ids in the order of the whole batch.
@@ -172,14 +174,16 @@ class RunLog:
         return log_entry
 
     def _write_line(self, file: TextIO, log_entry: dict[str, Any]) -> None:
+        """Append an entry to a file as a line of JSON. A failed write sets `problem`, but raises no error."""
         if file.closed:  # A signal arrived during the upload at the end of the run
             return
         try:
             file.write(json.dumps(log_entry) + "\n")
         except OSError as error:
-            self._set_problem(file.name, error)
+            self._record_write_error(file.name, error)
 
-    def _set_problem(self, file_name: str, error: OSError) -> None:
+    def _record_write_error(self, file_name: str, error: OSError) -> None:
+        """Set `problem` to an explanation of the error, unless `problem` already explains an earlier one."""
         self.problem = self.problem or str(write_error(Path(file_name).name, self.folder, error))
 
 
@@ -207,14 +211,20 @@ def host_change(written_by: dict[str, Any], recipe_file: RecipeFile) -> RunEvent
 
 
 def _remove_later_entries(metrics_path: Path, state: RunState) -> list[dict[str, Any]]:
-    """Remove the lines that were written after the state was saved, and return the remaining lines."""
+    """Rewrite metrics.jsonl without the lines that were written after the state was saved.
+
+    Return the remaining lines.
+    """
     kept_entries = [log_entry for log_entry in read_lines(metrics_path) if _precedes_state(log_entry, state)]
     write_text(metrics_path, "".join(json.dumps(log_entry) + "\n" for log_entry in kept_entries))
     return kept_entries
 
 
 def _truncate_after(samples_path: Path, step: int) -> None:
-    """Remove the lines after a step from a file that is sorted by step and may contain gigabytes."""
+    """Truncate samples.jsonl after the last complete line for a step up to `step`.
+
+    The file is sorted by step. It is read line by line, because it may contain gigabytes.
+    """
     check_regular(samples_path)
     with open(samples_path, "r+b") as samples_file:
         kept_bytes = 0
@@ -230,8 +240,8 @@ def _truncate_after(samples_path: Path, step: int) -> None:
 def _precedes_state(entry: dict[str, Any], state: RunState) -> bool:
     """Return True if the line was written before the state was saved.
 
-    The function returns False for a line that the resumed run writes again, such as a host change at the
-    state's step, or an evaluation that will be repeated.
+    The function returns False for a line that the resumed run writes again. Examples are a host change at the
+    state's step, and an evaluation that will be repeated. Raise ValueError if the step is not a number.
     """
     step = entry.get("step", math.inf)
     if type(step) not in (int, float):

@@ -26,10 +26,12 @@ MAX_CAPTION_LINE_LENGTH = 22  # Maximum number of characters in a line of an ima
 TITLE_CHARACTERS_PER_IN = 11  # Maximum number of characters per inch in the title of an image sheet
 PANEL_WIDTH_IN, PANEL_HEIGHT_IN, TITLE_HEIGHT_IN = 4.5, 2.7, 0.4  # Layout of panels, in inches
 MIN_MATRIX_EDGE_IN, MAX_MATRIX_EDGE_IN = 4.0, 6.5  # Edge length of a confusion matrix, in inches
+MATRIX_CELL_IN = 0.45  # Edge length of a confusion matrix cell unless these limits apply, in inches
 LINE_HEIGHT_IN = 0.125  # Height of a caption line or tick label line, in inches
 IMAGE_EDGE_IN = 1.25  # Longer edge of an image in an image sheet, in inches
 COLUMN_WIDTH_IN = 1.35  # Width of a column in an image sheet, in inches
 MIN_SHEET_WIDTH_IN = 4  # Minimum width of an image sheet, in inches
+SHEET_MARGIN_IN, TITLE_LINE_IN, ROW_GAP_IN = 0.15, 0.25, 0.1  # Vertical layout of an image sheet, in inches
 # Number of points in an averaged curve. Only curves with more than twice as many points are averaged
 AVERAGED_CURVE_POINTS = 500
 
@@ -60,7 +62,10 @@ def curves_panel(
 
 
 def plot_curves(folder: Path, log_entries: list[dict[str, Any]], title: str) -> None:
-    """Draw the loss and, for models with classes, the accuracy per epoch from lines of metrics.jsonl."""
+    """Draw the loss and, for models with classes, the accuracy per epoch in plots/curves.png.
+
+    `folder` is the run folder, and `log_entries` are the lines of metrics.jsonl.
+    """
     accuracies = [log_entry["val/accuracy"] for log_entry in log_entries if "val/accuracy" in log_entry]
     loss_panel = curves_panel(log_entries, "epoch", "loss", ("train/loss", "val/loss"))
     panels = [loss_panel]
@@ -87,19 +92,22 @@ def draw_panels(path: Path, panel_rows: Sequence[Sequence[Panel]], title: str) -
                 curve_style = {"marker": point_marker, "markersize": 3, "linewidth": 1.2}
                 axes.plot(*_averaged_curve(x, y), label=_short_label(curve_name), **curve_style)
             if panel.bars:
-                axes.invert_yaxis()
+                axes.invert_yaxis()  # Draws the first bar at the top
             if 1 < len(panel.curves) <= MAX_LEGEND_CURVES:
                 axes.legend(fontsize=8)
             axes.set(xlabel=_literal_text(panel.x_label), ylabel=_literal_text(panel.y_label))
             if panel.has_log_scale:
                 axes.set_yscale("log")
             if panel.starts_at_zero:
-                axes.set_ylim(0, 1.05 * axes.dataLim.ymax or 1)
+                axes.set_ylim(0, 1.05 * axes.dataLim.ymax or 1)  # 1 if all values are 0
             axes.grid(alpha=0.3)
 
 
 def draw_confusion(path: Path, confusion_json: dict[str, Any], title: str) -> None:
-    """Draw the confusion matrix, or bars for the most frequent mistakes if there are many classes."""
+    """Draw the confusion matrix, or bars for the most frequent mistakes if there are many classes.
+
+    `confusion_json` is the content of confusion.json.
+    """
     class_names = confusion_json["classes"]
     if "confusion" in confusion_json:
         draw_confusion_matrix(path, confusion_json["confusion"], class_names, title)
@@ -119,15 +127,17 @@ def draw_confusion_matrix(path: Path, matrix: list[list[int]], classes: Sequence
     image_counts = np.asarray(matrix, dtype=np.int64)  # [C, C]
     row_shares = image_counts / np.maximum(1, image_counts.sum(1, keepdims=True))
     are_counts_shown = len(classes) <= MAX_COUNTED_CLASSES
-    matrix_edge_in = min(MAX_MATRIX_EDGE_IN, max(MIN_MATRIX_EDGE_IN, 0.45 * len(classes)))
+    matrix_edge_in = min(MAX_MATRIX_EDGE_IN, max(MIN_MATRIX_EDGE_IN, MATRIX_CELL_IN * len(classes)))
     # Class names are not truncated. Long class names use a small font and are wrapped to the height of a row.
     longest_name_length = max(map(len, classes))
     font_size = 10 if longest_name_length <= MAX_UNWRAPPED_LENGTH else 6
     lines_per_row = max(1, int(matrix_edge_in / LINE_HEIGHT_IN / len(classes)))
+    # Lines may break early at a word, so each line has 8 more characters than the mean.
     max_line_length = max(MAX_UNWRAPPED_LENGTH, longest_name_length // lines_per_row + 8)
-    label_margin_in = 0.0
+    label_margin_in = 0.0  # Additional space for long class names, with 0.045 inches per character
     if len(classes) <= MAX_NAMED_CLASSES:
         label_margin_in = 0.045 * max(0, min(max_line_length, longest_name_length) - MAX_UNWRAPPED_LENGTH)
+    # Add 1.2 inches for the color bar and the y labels, and 0.6 inches for the title and the x labels
     width_in, height_in = matrix_edge_in + label_margin_in + 1.2, matrix_edge_in + label_margin_in + 0.6
     with _saved_figure(path, (width_in, height_in)) as figure:
         axes = figure.subplots()
@@ -140,37 +150,47 @@ def draw_confusion_matrix(path: Path, matrix: list[list[int]], classes: Sequence
             axes.set_yticks(range(len(tick_labels)), tick_labels, fontsize=font_size)
         if are_counts_shown:
             for (row, column), count in np.ndenumerate(image_counts):
+                # Dark cells need light text
                 count_color = "white" if row_shares[row, column] > 0.5 else "black"
                 axes.text(column, row, str(count), ha="center", va="center", fontsize=7, color=count_color)
         figure.colorbar(matrix_image, label="share of the images in the true class", shrink=0.8)
 
 
-def prediction_caption(label: str, predicted: str, probability: float) -> str:
+def prediction_caption(true_class: str, predicted_class: str, probability: float) -> str:
     """Return a caption with the true class, the predicted class if it is wrong, and the probability."""
-    mistake_line = f"not {predicted}\n" if predicted != label else ""
-    return f"{label}\n{mistake_line}{probability:.3f}"
+    mistake_line = f"not {predicted_class}\n" if predicted_class != true_class else ""
+    return f"{true_class}\n{mistake_line}{probability:.3f}"
 
 
 def draw_image_sheet(
     path: Path, images: np.ndarray, captions: Sequence[str], title: str, is_wrong: Sequence[bool] = ()
 ) -> None:
-    """Draw images, uint8 [n, H, W, 3], with captions below. The captions of `is_wrong` images are red."""
+    """Draw images with captions in rows, and write the sheet to a PNG file.
+
+    Args:
+        path: Path of the PNG file.
+        images: Images, uint8 [n, H, W, 3].
+        captions: Caption below each image.
+        title: Title of the sheet.
+        is_wrong: True for each image with a red caption. Images at the end may be left out.
+    """
     column_count = min(MAX_SHEET_COLUMNS, max(1, len(images)))
     wrapped_captions = [_wrapped_text(caption, MAX_CAPTION_LINE_LENGTH) for caption in captions]
     sheet_width_in = max(MIN_SHEET_WIDTH_IN, COLUMN_WIDTH_IN * column_count)
     wrapped_title = _wrapped_text(title, int(TITLE_CHARACTERS_PER_IN * sheet_width_in))
-    sheet_height_in = 0.15 + 0.25 * (wrapped_title.count("\n") + 1)
+    sheet_height_in = SHEET_MARGIN_IN + TITLE_LINE_IN * (wrapped_title.count("\n") + 1)
     row_tops_in = []  # Distance between the sheet's upper edge and each row of images
     for first_image_index in range(0, len(images), column_count):
         row_tops_in.append(sheet_height_in)
         row_captions = wrapped_captions[first_image_index : first_image_index + column_count]
         caption_lines = max(caption.count("\n") + 1 for caption in row_captions)
-        sheet_height_in += COLUMN_WIDTH_IN + LINE_HEIGHT_IN * caption_lines + 0.1
-    height_px, width_px = images.shape[1:3]
+        sheet_height_in += COLUMN_WIDTH_IN + LINE_HEIGHT_IN * caption_lines + ROW_GAP_IN
+    _, height_px, width_px, _ = images.shape
     image_height_in = IMAGE_EDGE_IN * height_px / max(height_px, width_px)
     image_width_in = IMAGE_EDGE_IN * width_px / max(height_px, width_px)
+    # All positions are computed here, so the figure has no layout engine.
     with _saved_figure(path, (sheet_width_in, sheet_height_in), layout=None) as figure:
-        figure.suptitle(wrapped_title, y=1 - 0.1 / sheet_height_in, va="top")
+        figure.suptitle(wrapped_title, y=1 - 0.1 / sheet_height_in, va="top")  # 0.1 inches below the edge
         # Use one Axes for all images, because drawing an Axes takes longer than drawing an image.
         sheet_axes = figure.add_axes((0, 0, 1, 1))
         for image_index, (image, caption) in enumerate(zip(images, wrapped_captions, strict=True)):
@@ -183,6 +203,7 @@ def draw_image_sheet(
             sheet_axes.imshow(image, extent=(*left_right_in, *bottom_top_in), interpolation="nearest")
             caption_color = "firebrick" if len(is_wrong) > image_index and is_wrong[image_index] else "black"
             caption_style = {"ha": "center", "va": "top", "fontsize": 7, "color": caption_color}
+            # The caption begins 0.05 inches below the image's cell.
             sheet_axes.text(image_center_x_in, cell_bottom_in - 0.05, caption, **caption_style)
         sheet_axes.set(xlim=(0, sheet_width_in), ylim=(0, sheet_height_in), aspect="auto")
         sheet_axes.axis("off")
@@ -192,7 +213,10 @@ def draw_image_sheet(
 def _saved_figure(
     path: Path, figure_size_in: tuple[float, float], layout: Literal["constrained"] | None = "constrained"
 ) -> Iterator[Any]:
-    """Yield a figure, and write it to `path` afterwards. The function does not use pyplot's global state."""
+    """Yield a matplotlib figure, and write it to `path` as a PNG file afterwards.
+
+    The figure is not registered in pyplot's global state.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=figure_size_in, layout=layout, facecolor="white")

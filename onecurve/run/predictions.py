@@ -22,21 +22,29 @@ class Predictions:
 
     def __init__(self, classes: tuple[str, ...]) -> None:
         self.classes = classes
+        # Arguments of the last keep_evaluation()
         self.kept_confusion: Tensor | list[Mistake] | None = None
         self.kept_examples: list[PredictedBatch] = []
         self.plot_subject = ""  # Description of the evaluated weights in plot titles
         # Confusion matrix, int64 [classes, classes], with a row per true class. With many classes, the most
         # frequent mistakes replace the matrix
         self.confusion: Tensor | list[Mistake] | None = None
-        # Examples from this process or, after gather(), from all processes
+        # Examples from this process or, after gather_examples(), from all processes
         self.examples: list[PredictedBatch] = []
 
     def keep_evaluation(self, confusion: "Tensor | list[Mistake]", examples: "list[PredictedBatch]") -> None:
-        """Store the predictions of an evaluation until accept_kept() is called."""
+        """Store the predictions of an evaluation until accept_kept() is called.
+
+        `confusion` is a confusion matrix, int64 [classes, classes], or the most frequent mistakes for a model
+        with too many classes. `examples` are this process's sample predictions.
+        """
         self.kept_confusion, self.kept_examples = confusion, examples
 
     def accept_kept(self, plot_subject: str) -> None:
-        """Use the stored predictions. `plot_subject` describes the evaluated weights in plot titles."""
+        """Use the predictions from the last keep_evaluation() for the log and the plots.
+
+        `plot_subject` describes the evaluated weights in plot titles.
+        """
         self.plot_subject = plot_subject
         self.confusion, self.examples = self.kept_confusion, self.kept_examples
 
@@ -54,7 +62,7 @@ class Predictions:
         return {"classes": self.classes, "mistakes": self.confusion}
 
     def draw_plots(self, folder: Path) -> list[Path]:
-        """Draw confusion.png and predictions.png, and return their paths.
+        """Draw confusion.png and predictions.png in the folder, and return their paths.
 
         The list of paths is empty for a model without classes, or if this process has not run an evaluation.
         """
@@ -65,16 +73,17 @@ class Predictions:
         confusion_plot, examples_plot = folder / "confusion.png", folder / "predictions.png"
         plots.draw_confusion(confusion_plot, self.confusion_entries(), self.plot_subject)
         pixels = torch.cat([batch.pixels for batch in self.examples])
-        labels = torch.cat([batch.labels for batch in self.examples])
+        true_classes = torch.cat([batch.labels for batch in self.examples])
         logits = torch.cat([batch.logits for batch in self.examples])
         probabilities, predicted_classes = logits.softmax(1).max(1)
+        predictions = zip(true_classes, predicted_classes, probabilities, strict=True)
         captions = [
-            plots.prediction_caption(self.classes[label], self.classes[prediction], float(probability))
-            for label, prediction, probability in zip(labels, predicted_classes, probabilities, strict=True)
+            plots.prediction_caption(self.classes[true_class], self.classes[predicted], float(probability))
+            for true_class, predicted, probability in predictions
         ]
         sheet_title = (
             f"{self.plot_subject}: true class, predicted class (if different), probability of the prediction"
         )
-        is_prediction_wrong = (labels != predicted_classes).tolist()
+        is_prediction_wrong = (true_classes != predicted_classes).tolist()
         plots.draw_image_sheet(examples_plot, pixels.numpy(), captions, sheet_title, is_prediction_wrong)
         return [confusion_plot, examples_plot]

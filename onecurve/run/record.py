@@ -70,11 +70,16 @@ class MainRecord:
         return self.run_folder.lost_message() or self.saver.problem or self.log.problem
 
     def find_best_checkpoint(self, heartbeat: Heartbeat) -> bool:
-        """Find and verify the best checkpoint locally or in S3. Return False if the checkpoint is lost."""
+        """Verify the best checkpoint, and store it in `best_checkpoint`.
+
+        The method waits for an unfinished save, and downloads the checkpoint if only S3 contains it. It
+        returns False if the checkpoint is missing or damaged.
+        """
         self._wait_for_save(heartbeat)
         best_step, s3_mirror = self.state.best_step, self.run_folder.mirror
         checkpoints_folder = self.folder / "checkpoints"
         assert best_step
+        # Errors that show that the checkpoint is lost
         lost_checkpoint_errors: tuple[type[ValueError], ...] = (checkpoints.DamagedCheckpoint,)
         try:
             if s3_mirror and best_step not in checkpoints.steps_in(checkpoints_folder):
@@ -126,6 +131,7 @@ class MainRecord:
         self._wait_for_save(heartbeat)
         if self.utilisation:
             result_so_far = self.current_result("finished")
+            # The peak performance of this start's devices does not apply to starts on different devices.
             distinct_devices = {devices for _, devices in hardware_by_start(run_path, result_so_far)}
             images_per_s = result_so_far["images_per_s"] or 0.0
             mfu_pct = self.utilisation.mfu_pct(images_per_s) if len(distinct_devices) == 1 else None
@@ -151,6 +157,7 @@ class MainRecord:
             for written_file in (run_path / "metrics.jsonl", *run_path.glob("plots/*")):
                 sync(written_file)
             write_json(run_path / "result.json", {**result_content, **self._time_entries()})
+        # Each row of the confusion matrix contains the images of one true class.
         images_by_class = [sum(row) for row in predictions.confusion_entries().get("confusion", [])]
         chance_accuracy = max(images_by_class) / sum(images_by_class) if images_by_class else None
         print_result(run_path, chance_accuracy)
@@ -187,11 +194,14 @@ class MainRecord:
         return {"wall_s": self.state.wall_now_s(), "spent_s": self.state.spent_now_s()}
 
     def upload(self, heartbeat: Heartbeat) -> None:
-        """Wait until the mirror has uploaded all files, and record in result.json if the upload succeeded."""
+        """Upload the run to S3 with --s3, and record in result.json whether the upload succeeded.
+
+        A failed upload is logged, but raises no error. The method calls heartbeat() while it waits.
+        """
         s3_mirror, result_file = self.run_folder.mirror, self.folder / "result.json"
         if s3_mirror is None:
             return
-        s3_mirror.offer(self.state.step, self.state.best_step)
+        s3_mirror.offer(self.state.step, self.state.best_step)  # Also retries a failed upload
         while not s3_mirror.wait(0.5):
             self.log.progress.tell(f"uploading the run to {s3_mirror.store.url}")
             heartbeat()
@@ -211,8 +221,12 @@ class MainRecord:
             write_json(result_file, result_content)
 
     def current_result(self, status: str, error_message: str | None = None) -> Result:
-        """Return the content of result.json. `error_message` is a failed run's error message."""
+        """Return the content of result.json for the run's current state.
+
+        `status` is `finished`, `preempted` or `failed`. `error_message` is a failed run's error message.
+        """
         state = self.state
+        # Mean training time per epoch
         epoch_s = state.train_s / state.logged_step * self.steps.per_epoch if state.logged_step else None
         end_entries: EndEntries = {"epoch_s": epoch_s, "error": error_message}
         if last_saved_step := self.saver.committed_step:
@@ -236,7 +250,8 @@ class MainRecord:
     def close(self, status: str, error_message: str | None = None) -> None:
         """Close files and trackers, release the folder, and print the command that creates the run's page.
 
-        This method ignores errors from a full disk.
+        Unless the status is `finished`, this method also writes result.json. If the status is `preempted`, it
+        waits up to MAX_UPLOAD_WAIT_S seconds for the upload to S3. It ignores errors from a full disk.
         """
         self.log.progress.stop()
         report_to_launcher("step", step=self.state.step)
@@ -259,7 +274,9 @@ def build_result(
     state: RunState,
     end_entries: EndEntries,
 ) -> Result:
-    """Return the content of result.json. Only the main process calls this function.
+    """Return the content of result.json. The entries in `end_entries` replace derived entries.
+
+    Only the main process calls this function.
 
     Args:
         accelerator: Accelerator of the job.
@@ -267,7 +284,8 @@ def build_result(
         batch: Division of the batch among processes.
         status: Status of the run, which is `finished`, `preempted` or `failed`.
         state: Progress of the run.
-        end_entries: Additional result.json entries for a run that has begun.
+        end_entries: Additional result.json entries for a run that has begun, such as the memory use of all
+            ranks.
     """
     best_by = recipe.best_by if "accuracy" in state.best else "loss"
     metric_values = {f"best_{best_by}": state.best.get(best_by), f"final_{best_by}": state.last.get(best_by)}
@@ -346,6 +364,7 @@ def memory_gib(accelerator: JobAccelerator, is_gpu_responsive: bool = False) -> 
             memory_bytes |= {"other": other_bytes, "device": total_bytes}
         return {memory_key: byte_count / BYTES_PER_GIB for memory_key, byte_count in memory_bytes.items()}
     peak_rss_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # /proc/self/status contains a line such as `VmData:   123456 kB`.
     _, _, status_after_key = Path("/proc/self/status").read_text().partition("VmData:")
     data_kib, *_ = status_after_key.split()
     return {"peak": peak_rss_kib / KIB_PER_GIB, "data": int(data_kib) / KIB_PER_GIB}

@@ -87,6 +87,7 @@ class Run:
         _, class_names, *_ = data
         training = TrainingState(self.accelerator, model, optimizer, ema, class_names)
         job_parts = (self.accelerator, self.recipe, self.batch)
+        # The items of `data` are data_identity, classes and, for images, are_images_cropped.
         run_setup = RunSetup(*job_parts, steps, training, *data, preprocessing=preprocessing)
         self.opened_session = session = run_setup.open_session()
         self._preprocessing, main_record = run_setup.preprocessing, session.main_record
@@ -99,7 +100,7 @@ class Run:
         now.enter(TRAINING)
         now.step = session.state.step
         if main_record:
-            watch.on_failure(main_record.close_failed)
+            watch.on_failure(main_record.close_failed)  # Called if another rank fails
         return session.steps
 
     @property
@@ -131,6 +132,12 @@ class Run:
         return self
 
     def __exit__(self, _error_type: object, error: BaseException | None, _traceback: object) -> None:
+        """Close the run after its end, a signal or an error, and report the error to other ranks.
+
+        Raises:
+            ValueError: If the script left the run without an error and without a call to finish().
+            BaseException: Another rank's error, or an error that explains `error`.
+        """
         from onecurve.run.ending import end_early, end_failed, end_preempted
 
         session, job_parts = self.opened_session, (self.accelerator, self.recipe, self.batch)
@@ -161,7 +168,7 @@ class Run:
         is_evaluation_due = step > 0 and (ends_epoch or ends_run) and not session.state.evaluated
         if is_evaluation_due:
             is_first_evaluation = not {EVALUATION, FIRST_EVALUATION} & now.past_s.keys()
-            now.enter(FIRST_EVALUATION if is_first_evaluation else EVALUATION, EVALUATION)
+            now.enter(FIRST_EVALUATION if is_first_evaluation else EVALUATION, phase=EVALUATION)
         else:
             now.enter(TRAINING)
         return is_evaluation_due
@@ -169,8 +176,8 @@ class Run:
     def checkpoint(self, step: int) -> None:
         """Save a checkpoint if one is due after `step` steps. All ranks must call this method.
 
-        If no checkpoint is due but the evaluation at this step is the best so far, a snapshot of this step is
-        held in memory until --checkpoint_s seconds after the last write.
+        If the evaluation at this step is the best so far, but no checkpoint is due, a snapshot is held in
+        memory. The snapshot is written --checkpoint_s seconds after the last write.
 
         Raises:
             Preempted: If a process received a signal.
@@ -196,9 +203,12 @@ class Run:
         self.session.state.stopped = True
 
     def _end_training(self) -> None:
-        """Write pending checkpoints, and print the reason for an early end.
+        """Stop reading data, start writing the last checkpoint, and print the reason for an early end.
 
-        All ranks must call this method.
+        All ranks must call this method. Further calls have no effect.
+
+        Raises:
+            ValueError: If the run has not been evaluated, or if a write failed.
         """
         from onecurve.run.end_tables import early_end_in_words
 
@@ -219,14 +229,14 @@ class Run:
             )
 
     def restore_best(self) -> bool:
-        """Load the weights or the EMA of the best evaluation into the model.
+        """Load the best checkpoint's EMA into the model, or the weights if the run has no EMA.
 
-        The method returns False if these weights are lost. All ranks must call this method after the training
-        loop.
+        The method returns False, and leaves the model unchanged, if the best checkpoint is lost. All ranks
+        must call this method after the training loop.
         """
         self._end_training()
         session, timeout_s = self.session, self.recipe.timeout_s
-        is_best_restored = once(
+        is_best_restored = once(  # The main process finds the checkpoint. All ranks receive the result
             self.accelerator,
             "best checkpoint",
             lambda heartbeat: self.main_record.find_best_checkpoint(heartbeat),
@@ -239,11 +249,11 @@ class Run:
         return is_best_restored
 
     def log_test(self, metrics: dict[str, float], split: str) -> None:
-        """Log the best weights' metrics on a held-out split that was not used to select them.
+        """Log the best weights' metrics on a held-out split, and keep the metrics for result.json.
 
         Args:
             metrics: Metrics that evaluate() returned after restore_best().
-            split: Name of the split.
+            split: Name of the split, which was not used to select the best weights.
         """
         now.enter(ENDING)
         test_metrics = {f"test_{metric_name}": metric_value for metric_name, metric_value in metrics.items()}
@@ -256,16 +266,19 @@ class Run:
             )
 
     def finish(self, val_name: str) -> None:
-        """Wait for the last checkpoint, write plots/ and result.json, and print the result.
+        """Wait for the last checkpoint, write plots/ and result.json, upload the run, and print the result.
 
         All ranks must call this method.
+
+        Args:
+            val_name: Name of the split on which the run was evaluated.
         """
         from onecurve.run.record import memory_gib
 
         self._end_training()
         session, timeout_s = self.session, self.recipe.timeout_s
         exchange, predictions = session.exchange, session.predictions
-        exchange.poll.finish()
+        exchange.poll.finish()  # Waits for the last exchange of signals
         exchange.telemetry.stop()
         memory_by_rank = exchange.gather(memory_gib(self.accelerator, is_gpu_responsive=True))
         predictions.gather_examples(exchange.poll)
@@ -276,37 +289,43 @@ class Run:
         def write_end(heartbeat: "Heartbeat") -> None:
             self.main_record.write_end(final_entries, predictions, exchange.telemetry, heartbeat)
 
+        # The main process writes and uploads the result, while the other ranks wait.
         once(self.accelerator, "report", write_end, timeout_s)
         once(self.accelerator, "last upload", lambda heartbeat: self.main_record.upload(heartbeat), timeout_s)
-        watch.begin_exit()
-        # With the deepspeed launcher, rank 0 hosts the store that all ranks use.
+        watch.begin_exit()  # From now on, another rank's failure can't terminate this process
+        # With the deepspeed launcher, rank 0 hosts all ranks' store, so rank 0 must not exit first.
         self.accelerator.wait_for_everyone()
         if self.session.main_record:
             report_to_launcher("finished")
         self.has_finished = True
 
     def feed(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yield the micro-batches.
+        """Return an iterator over the same micro-batches that times training and reading.
 
-        Start the clock at the first micro-batch, because decoders start slowly.
+        The clock starts at the first micro-batch, because decoders start slowly. The run closes the iterator
+        after the last step.
         """
         self.batch_generator = self._timed_batches(batches)
         return self.batch_generator
 
     def _timed_batches(self, batches: Iterator[MicroBatch]) -> Generator[MicroBatch, None, None]:
-        now.enter(STARTING, READING)
+        """Yield the micro-batches, and record whether this process is training or waiting for data."""
+        now.enter(STARTING, phase=READING)  # The first micro-batch is part of the run's start
         with contextlib.ExitStack() as cleanup_stack:
             if isinstance(batches, Generator):
                 cleanup_stack.callback(batches.close)  # Ends the decoders when this generator ends
             for micro_batch_index, micro_batch in enumerate(batches):
                 if micro_batch_index == 0:
-                    self.session.meter.start_clock()
+                    self.session.meter.restart_clock()
                 now.enter(TRAINING)
                 yield micro_batch
                 now.enter(READING)
 
     def add(self, loss: Tensor, ids: np.ndarray) -> None:
-        """Record a micro-batch. The loss stays on the device until the next log line."""
+        """Add a micro-batch's loss and sample ids to the next log line, and advance the progress display.
+
+        The loss stays on the device until the next log line.
+        """
         self.session.meter.add(loss, ids)
         if main_record := self.session.main_record:
             trained_steps = self.session.meter.micro_batch_count // self.batch.accumulations
@@ -336,7 +355,8 @@ class Run:
             return
         meter.check_gradients(step)
         mean_loss = meter.mean_loss(step - state.logged_step)
-        elapsed_s = meter.start_clock()
+        elapsed_s = meter.restart_clock()
+        # If this process resumed the run after the last log line, it timed only the steps after `first`.
         images_per_s = (step - max(state.logged_step, steps.first)) * self.batch.total / elapsed_s
         session.write_samples()
         state.train_s += elapsed_s
@@ -353,23 +373,27 @@ class Run:
             main_record.log.log_metrics(training_metrics, session.exchange.telemetry.measurement_means())
 
     def show_progress(self, text: str) -> None:
-        """Show an evaluation's progress without waiting for the device. All ranks must call this method.
+        """Show an evaluation's progress, and exchange signals with all ranks, without waiting for the device.
 
-        Raise Preempted if a process received a signal.
+        All ranks must call this method. Raise Preempted if a process received a signal.
         """
         if main_record := self.session.main_record:
             main_record.log.progress.tell(text)
         self.session.exchange.exchange_signals()
 
     def keep_predictions(self, confusion: "Tensor | list[Mistake]", examples: "list[PredictedBatch]") -> None:
-        """Store an evaluation's predictions until its metrics are logged."""
+        """Store an evaluation's predictions until its metrics are logged.
+
+        `confusion` is a confusion matrix, int64 [classes, classes], or the most frequent mistakes for a model
+        with too many classes. `examples` are this process's sample predictions.
+        """
         self.session.predictions.keep_evaluation(confusion, examples)
 
     def log_scalars(self, values: Mapping[str, float | Tensor]) -> None:
         """Add scalars from the main process to the next training or evaluation line of the log.
 
         If a name is repeated, the last value is logged. A tensor stays on its device until the line is
-        logged.
+        logged. Raise ValueError if a name contains no group, such as `train/`.
         """
         for tag in values:
             if "/" not in tag:
@@ -378,7 +402,9 @@ class Run:
             main_record.log.pending_scalars.update(values)
 
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Log an evaluation's metrics.
+        """Log an evaluation's metrics, and update the best evaluation.
+
+        The run uses the predictions from the last keep_predictions() for confusion.json and plots/.
 
         Args:
             step: Number of completed training steps.
@@ -389,7 +415,7 @@ class Run:
             FloatingPointError: If the loss is not finite. All processes raise this error.
         """
         now.enter(TRAINING)
-        self.session.meter.start_clock()
+        self.session.meter.restart_clock()  # Excludes the evaluation from the training time
         if not math.isfinite(metrics["loss"]):
             raise FloatingPointError(f"the evaluation loss is {metrics['loss']} at step {step}")
         self.session.state.add_evaluation(step, metrics, self.recipe.best_by)

@@ -71,7 +71,11 @@ class RunSetup:
     main_record: MainRecord | None = None  # None except on the main process
 
     def open_session(self) -> RunSession:
-        """Open the run. Release the run folder if opening fails. All ranks must call this method."""
+        """Open the run folder, restore the newest checkpoint, and return the state of the open run.
+
+        All ranks must call this method. The main process also creates the log and recipe.json. If opening
+        fails, the main process releases the run folder.
+        """
         from onecurve.telemetry.sampling import Telemetry, this_process
 
         accelerator, recipe, training = self.accelerator, self.recipe, self.training
@@ -79,6 +83,7 @@ class RunSetup:
         host_by_rank = [process_info.host for process_info in process_infos]
         device_by_rank = [process_info.device for process_info in process_infos]
         try:
+            # The main process finds the resume point, and once() sends it to all ranks as JSON.
             resume_point = once(accelerator, "run folder", self._find_resume_point, recipe.timeout_s)
             state_values, saved_step, has_optimizer, main_folder, saved_steps, preprocessing = resume_point
             self._refuse_outdated_folder(main_folder, saved_steps, host_by_rank)
@@ -91,6 +96,7 @@ class RunSetup:
                 training.restore(checkpoint, state.scalars(), has_optimizer)
             recipe_file = self._recipe_file_content(list(dict.fromkeys(host_by_rank)), device_by_rank)
             run_manifest = self._run_manifest(recipe_file)
+            # The first lease is on the run folder
             check_owner = run_folder.leases[0].check_owner if run_folder else lambda: None
             saver = Saver(
                 training, folder, run_manifest, recipe.keep_every, s3_mirror, saved_step or None, check_owner
@@ -124,14 +130,17 @@ class RunSetup:
         Only the main process calls this method.
 
         Returns:
-            A list of the state as JSON (empty at step 0), the state's step (0 if the state belongs to a
-            different run), True if the optimizer state is restored, the folder, the folder's checkpoint
-            steps, and the preprocessing.
+            A list with the following items:
+            - State as JSON.
+            - Step of the state, or 0 if the state belongs to a different run.
+            - True if the optimizer state is restored.
+            - Path of the run folder.
+            - Steps of all checkpoints in the run folder.
+            - Preprocessing as JSON, or None.
 
         Raises:
-            ValueError: If the checkpoint belongs to different data, a different model or a different
-                optimizer, if the checkpoint's step is after the run's last step, or if the launcher restarted
-                the job too often without a new checkpoint.
+            ValueError: If the checkpoint does not match the data, the model or the optimizer, or if its step
+                is after the run's last step. Also raised after too many restarts without a new checkpoint.
         """
         automatic_name = run_name(self.accelerator, self.recipe, self.batch)
         self.run_folder = run_folder = RunFolder(self.recipe, automatic_name, self.steps.last, heartbeat)
@@ -141,16 +150,16 @@ class RunSetup:
         count_restarts(run_folder.path, state.step)
         if checkpoint:
             log.info(f"continuing at step {checkpoint.step:,} with the checkpoint {checkpoint.folder}")
-        preprocessing = self._preprocessing(checkpoint.manifest if checkpoint else None)
+        preprocessing = self._chosen_preprocessing(checkpoint.manifest if checkpoint else None)
         saved_step = 0 if run_folder.starts_from_other_run else state.step
         saved_steps = steps_in(run_folder.path / "checkpoints")
         return [state.to_json(), saved_step, has_optimizer, str(run_folder.path), saved_steps, preprocessing]
 
-    def _preprocessing(self, checkpoint_manifest: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return the checkpoint's preprocessing, with the changes specified by flags.
+    def _chosen_preprocessing(self, checkpoint_manifest: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Return the checkpoint's preprocessing as JSON, with the changes specified by flags.
 
-        Without a checkpoint, the function returns the model's preprocessing. In earlier versions, the scripts
-        determined the preprocessing, so their checkpoints do not contain it.
+        Without a checkpoint, the function returns the model's preprocessing, or None if the script determines
+        it. In earlier versions, all scripts determined it, so their checkpoints do not contain it.
         """
         model_config = self.preprocessing
         if model_config is None or checkpoint_manifest is None:
@@ -175,7 +184,7 @@ class RunSetup:
             host_by_rank: Name of each rank's host.
         """
         steps_not_on_rank_0 = set(steps_in(Path(folder) / "checkpoints")) - set(saved_steps)
-        newest_step_by_rank = gather_object([max(steps_not_on_rank_0, default=-1)])
+        newest_step_by_rank = gather_object([max(steps_not_on_rank_0, default=-1)])  # -1 means none
         newest_step = max(newest_step_by_rank)
         if newest_step > max(saved_steps, default=-1) and not self.recipe.s3:
             main_host = host_by_rank[0]
@@ -188,9 +197,21 @@ class RunSetup:
             )
 
     def _state_from_checkpoint(self, checkpoint: Checkpoint, is_other_run: bool) -> tuple[RunState, bool]:
-        """Return the state in the checkpoint, and True if the optimizer state is restored.
+        """Check that the run can resume from a checkpoint, and return the state from which it resumes.
 
-        `is_other_run` is True if the checkpoint belongs to a different run.
+        The best evaluation is reset if it is not comparable with this run's evaluations. The method logs all
+        permitted changes that affect the results.
+
+        Args:
+            checkpoint: Checkpoint from which the run resumes.
+            is_other_run: True if the checkpoint belongs to a different run.
+
+        Returns:
+            The state, and True if the optimizer state can be restored.
+
+        Raises:
+            ValueError: If the data, classes, model or optimizer differ, unless --allow_changed permits the
+                difference. Also raised if the checkpoint's step is after the run's last step.
         """
         recipe, steps, manifest = self.recipe, self.steps, checkpoint.manifest
         old_identity, was_cropped = manifest.get("data"), manifest.get("cropped", self.are_images_cropped)
@@ -208,7 +229,7 @@ class RunSetup:
                 " code chose whole or cropped images by the amount of free memory. This version uses"
                 f" {new_form} images. Add --allow_changed data to continue with {new_form} images"
             )
-        self.training.check(checkpoint)
+        self.training.check(checkpoint)  # Raises ValueError if class names, tensor names or shapes differ
         if class_changes := self.training.match(checkpoint).describe(recipe.data, str(checkpoint.folder)):
             log.info(
                 f"{class_changes} The rows of the classification head and their state are reordered by class"
@@ -275,7 +296,10 @@ class RunSetup:
         return recipe_file
 
     def _run_manifest(self, recipe_file: Mapping[str, object]) -> dict[str, Any]:
-        """Return the checkpoint manifest entries that describe the run."""
+        """Return the manifest entries that each checkpoint of this run contains.
+
+        `recipe_file` is the content of recipe.json.
+        """
         writer_keys = ("script", "strategy", "version", "git_commit", "versions", "hosts", "val_chosen")
         written_by = {writer_key: recipe_file[writer_key] for writer_key in writer_keys}
         written_by |= dataclasses.asdict(self.accelerator.precision)
@@ -286,7 +310,7 @@ class RunSetup:
             manifest["cropped"] = self.are_images_cropped
         if self.preprocessing:
             manifest["preprocessing"] = self.preprocessing.to_json()
-        return manifest | {"written_by": written_by} | self.training.about()
+        return manifest | {"written_by": written_by} | self.training.about()  # about() adds the optimizer
 
     def _start_line(
         self, recipe_file: RecipeFile, steps: Steps, state: RunState, has_optimizer: bool
@@ -312,9 +336,10 @@ class RunSetup:
         saver: Saver,
         _: Heartbeat,
     ) -> None:
-        """Create the main process's record, with a log that begins at the given state.
+        """Prepare the files in the run folder for training, and set `main_record`.
 
-        `start_line` is the line added to starts.jsonl.
+        Only the main process calls this method. It adds `start_line` to starts.jsonl, removes result.json and
+        temporary folders, and opens the log and the trackers. The log continues at the step in `state`.
         """
         run_folder = self.run_folder
         assert run_folder
@@ -324,7 +349,7 @@ class RunSetup:
             remove_temporary_folders(run_folder.path / "checkpoints")
             path_flags = flags_where(type(self.recipe), "is_path")
             add_start(run_folder.path, start_line, checkpoint.manifest if checkpoint else None, path_flags)
-            (run_folder.path / "result.json").unlink(missing_ok=True)
+            (run_folder.path / "result.json").unlink(missing_ok=True)  # Describes an earlier end of the run
             run_log = RunLog(run_folder.path, self.recipe, recipe_file, state, steps)
             written_by = checkpoint.manifest.get("written_by", {}) if checkpoint else {}
             if host_change_event := host_change(written_by, recipe_file):
@@ -369,8 +394,8 @@ class RunSetup:
         model_code = model_section(Path(script_file).read_text())
         outside_names = names_from_above(model_code) if model_code else []
         if outside_names:
-            needed = some_of(outside_names)
-            log.info(f"warning: export.py will fail, because the Model section needs {needed}. {MOVE_ADVICE}")
+            needs = some_of(outside_names)
+            log.info(f"warning: export.py will fail, because the Model section needs {needs}. {MOVE_ADVICE}")
 
     def _report_start(self, exchange: MessageExchange, first_step: int) -> None:
         """Report to launch.py the first step of this start, and whether all hosts can read the run folder.
@@ -381,6 +406,7 @@ class RunSetup:
             return
         recipe_path = self.run_folder.path.resolve() / "recipe.json" if self.run_folder else None
         local_path_and_content = (recipe_path, recipe_path.read_bytes()) if recipe_path else None
+        # Rank 0 is the main process, the only one with a path
         (main_recipe_path, main_content), *_ = exchange.poll.gather(local_path_and_content)
         is_folder_shared = all(exchange.poll.gather(_has_content(main_recipe_path, main_content)))
         if recipe_path:
@@ -399,10 +425,10 @@ def _has_content(local_file: Path, expected_content: bytes) -> bool:
 def _can_restore_optimizer(
     checkpoint: Checkpoint, state: RunState, training: TrainingState, recipe: Recipe
 ) -> bool:
-    """Return True if the optimizer state in the checkpoint can be restored.
+    """Return True if the optimizer state in the checkpoint matches this run's optimizer.
 
-    If the optimizer state does not match, the function returns False if --allow_changed permits a different
-    optimizer, and raises ValueError otherwise.
+    Otherwise, the function logs the mismatch and returns False if --allow_changed contains `optimizer`, or
+    raises ValueError.
     """
     try:
         training.optimizer.check(checkpoint, state.scalars(), training.row_orders(checkpoint))
@@ -417,7 +443,10 @@ def _can_restore_optimizer(
 
 
 def _change_messages(checkpoint: Checkpoint, training: TrainingState, recipe: Recipe) -> Iterator[str]:
-    """Yield a message for each permitted change that affects the numerical results."""
+    """Yield a message for each difference from the checkpoint that affects the numerical results.
+
+    The differences are the compute dtypes, the package versions and --deterministic.
+    """
     written_by = checkpoint.manifest.get("written_by", {})
     if dtypes := changed_dtypes(written_by, vars(training.accelerator.precision)):
         yield f"the run now computes with different data types: {dtypes}. Losses change by rounding errors"
@@ -429,15 +458,18 @@ def _change_messages(checkpoint: Checkpoint, training: TrainingState, recipe: Re
 
 
 def changed_dtypes(written_by: dict[str, Any], current_dtypes: dict[str, Any]) -> str:
-    """Describe how the compute dtypes differ from the checkpoint's. Weights are always stored in fp32."""
+    """Describe how the compute dtypes differ from a checkpoint's, or return "" if they are the same.
+
+    `written_by` is an entry in the checkpoint's manifest. Weights are always stored in fp32.
+    """
     changed = {name: dtype for name, dtype in current_dtypes.items() if written_by.get(name, dtype) != dtype}
     return ", ".join(f"{name} {dtype} (previously {written_by[name]})" for name, dtype in changed.items())
 
 
 def changed_packages(old_versions: dict[str, str] | None, current_versions: dict[str, str]) -> str:
-    """Describe the packages or attention kernels that differ from the checkpoint's.
+    """Describe the packages or attention kernels that differ from the checkpoint's, or return "".
 
-    `old_versions` is None if the versions are unknown.
+    `old_versions` is None if the checkpoint contains no versions.
     """
     if old_versions is None:
         return ""
@@ -450,10 +482,15 @@ def changed_packages(old_versions: dict[str, str] | None, current_versions: dict
 
 
 def _default_flags(recipe: Recipe) -> dict[str, Any]:
-    """Return the script's default recipe. Some defaults are derived from flags of the given recipe."""
+    """Return the default value of each flag. Some defaults depend on flags in the given recipe.
+
+    For example, the default of --streams depends on --batch_size.
+    """
     default_recipe = type(recipe)()
+    # Keep the given values of the flags that determine other defaults, and derive these defaults
     deciding_flags = {flag: getattr(recipe, flag) for flag in flags_where(type(recipe), "decides_defaults")}
     derived_defaults = dataclasses.asdict(type(recipe)(**deciding_flags).resolved())
+    # The determining flags have fixed defaults
     return derived_defaults | {flag: getattr(default_recipe, flag) for flag in deciding_flags}
 
 
@@ -465,11 +502,13 @@ def _user_command() -> list[str]:
     """
     script_flags = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
     user_command = ["python", sys.argv[0], *script_flags]
-    for ancestor in ancestors():
+    for ancestor in ancestors():  # From the parent outwards, so the outermost launcher wins
         ancestor_words = ancestor.words[1:]
         contains_script = any(Path(argument).name == Path(sys.argv[0]).name for argument in ancestor_words)
         ends_with_flags = ancestor_words[len(ancestor_words) - len(script_flags) :] == script_flags
+        # The first three words contain the launcher, such as `python launch.py` or `python -m <launcher>`.
         if contains_script and ends_with_flags and ancestor.launcher_name(within=3):
+            # An installed command such as torchrun runs as `python /usr/bin/torchrun`.
             is_launcher_installed = ancestor.launcher_name(within=2) not in ("", "launch.py")
             if is_launcher_installed:
                 user_command = [Path(ancestor_words[0]).name, *ancestor_words[1:]]

@@ -28,7 +28,7 @@ class RecipeFile(TypedDict):
     gradient_reduction: str
     compile: str
     grad_checkpointing: bool
-    step_graph: bool
+    step_graph: bool  # True if each training step runs as one CUDA graph
     threads: int  # Number of CPU threads that torch uses in each process
     recipe: dict[str, Any]  # All flags and settings of the run
     preprocessing: NotRequired[dict[str, Any]]
@@ -38,11 +38,11 @@ class RecipeFile(TypedDict):
     val_chosen: str  # Method by which --max_val_images selects images
     resumed_from: str | None  # Value of --resume at the run's first start
     command: list[str]  # Command with which the user started the launcher or the script
-    argv: list[str]
+    argv: list[str]  # sys.argv of the script
     version: str  # Version of onecurve
     git_commit: str | None
     versions: dict[str, str]  # Version of each package that affects the results
-    hosts: list[str]
+    hosts: list[str]  # Names of the hosts, in rank order
     devices: list[str]  # Device name of each rank
     wandb_id: NotRequired[str]
     wandb_url: NotRequired[str]
@@ -54,7 +54,7 @@ class StartLine(RecipeFile):
     at: float  # Value of time.time() at the start
     step: int  # Number of steps completed before the start
     per_device_batch_size: int
-    accumulation_steps: int
+    accumulation_steps: int  # Micro-batches per process and step
     steps_per_epoch: int
     cropped: bool | None  # True if the images stay encoded and are cropped
     has_optimizer: bool  # True if the optimizer state was restored
@@ -66,27 +66,27 @@ class StartLine(RecipeFile):
 class EndEntries(TypedDict, total=False):
     """Entries that are added to result.json at the end of a run."""
 
-    parameters: int
-    total_steps: int
-    stopped_by: str | None
-    test_name: str
+    parameters: int  # Number of the model's parameters
+    total_steps: int  # Number of steps without an early end
+    stopped_by: str | None  # Cause of an early end, such as `--max_steps 20`
+    test_name: str  # Name of the held-out split on which the best weights were tested
     test_images: int
     test_accuracy: float
-    flops_per_image: float
-    peak_flops: float | None
-    mfu_pct: float | None
+    flops_per_image: float  # Number of operations in a forward and backward pass for one image
+    peak_flops: float | None  # Sum of all devices' peak FLOPs per second
+    mfu_pct: float | None  # Model FLOPs utilisation in percent
     telemetry: list[HostSummary]
-    energy_wh: float | None
-    uploaded: bool
+    energy_wh: float | None  # Energy used by all GPUs
+    uploaded: bool  # True if S3 contains all files of the run. Present only with --s3
     # The following entries replace entries that result.json always contains.
-    steps: int
-    val_name: str | None
-    epoch_s: float | None
-    checkpoint: str | None
-    best_checkpoint: str | None
-    error: str | None
-    memory_gib: list[dict[str, float]]
-    wall_s: float
+    steps: int  # Number of completed steps
+    val_name: str | None  # Name of the split that selected the best weights
+    epoch_s: float | None  # Mean training time per epoch
+    checkpoint: str | None  # Path of the newest checkpoint, relative to the run folder
+    best_checkpoint: str | None  # Path of the best checkpoint, relative to the run folder
+    error: str | None  # Error message of a failed run
+    memory_gib: list[dict[str, float]]  # Result of memory_gib() for each rank
+    wall_s: float  # Duration of all starts, without the time between starts
     spent_s: dict[str, float]  # Seconds in wall_s for each phase
 
 
@@ -94,7 +94,7 @@ class Result(EndEntries):
     """Content of result.json: progress, metrics and speed of a run. value_types() adds metric keys."""
 
     script: str
-    status: str
+    status: str  # `finished`, `preempted` or `failed`
     strategy: str
     mixed_precision: str
     half_precision: str
@@ -103,25 +103,25 @@ class Result(EndEntries):
     grad_checkpointing: bool
     step_graph: bool
     deterministic: bool
-    hosts: int
-    processes: int
-    device: str
-    data: str
-    batch_size: int
+    hosts: int  # Number of hosts
+    processes: int  # Number of processes
+    device: str  # Device name of rank 0
+    data: str  # Value of --data
+    batch_size: int  # Images per step in the whole job
     per_device_batch_size: int
-    accumulation_steps: int
+    accumulation_steps: int  # Micro-batches per process and step
     epochs: int
-    best_by: str
+    best_by: str  # Metric that selected the best weights
     best_accuracy: float | None
     best_loss: float | None
     best_step: int | None
     final_accuracy: float | None
     final_loss: float | None
-    val_images: int | None
-    bad_images: int
-    train_s: float
-    images_per_s: float | None
-    peak_memory_gib: float
+    val_images: int | None  # Number of images in the last evaluation
+    bad_images: int  # Number of skipped images
+    train_s: float  # Seconds spent on training steps
+    images_per_s: float | None  # Mean training speed of the whole job
+    peak_memory_gib: float  # Highest peak memory of any process
     seed: int
 
 
@@ -134,10 +134,10 @@ class MetricsLine(TypedDict):
     interrupted_at: NotRequired[float]  # Value of time.time()
     resumed_at: NotRequired[float]  # Value of time.time()
     why: NotRequired[str]  # Reason for the interruption
-    hosts: NotRequired[int]
-    hosts_before: NotRequired[int]
-    processes: NotRequired[int]
-    processes_before: NotRequired[int]
+    hosts: NotRequired[int]  # Number of hosts, present only after a change
+    hosts_before: NotRequired[int]  # Number of hosts before the change
+    processes: NotRequired[int]  # Number of processes, present only after a change
+    processes_before: NotRequired[int]  # Number of processes before the change
 
 
 class RunEvent(TypedDict, total=False):
@@ -155,25 +155,25 @@ class RunEvent(TypedDict, total=False):
 class GpuSample(TypedDict, total=False):
     """Measurements of one GPU in a line of telemetry-<host>.jsonl."""
 
-    index: int
+    index: int  # Index of the GPU among the job's GPUs on this host
     utilisation_pct: float | None
     memory_gib: float | None
     power_w: float | None
     temperature_c: float | None
     sm_clock_mhz: float | None
     throttle: list[str] | None  # Reasons for a reduced clock rate
-    energy_wh: float | None
+    energy_wh: float | None  # Energy used since this start
 
 
 class TelemetryLine(TypedDict, total=False):
     """Line of telemetry-<host>.jsonl. Header lines contain `host`, and sample lines contain `step`."""
 
     t: float  # Value of time.time() at the measurement
-    host: str
+    host: str  # Host name, present only in header lines
     before_s: float  # wall_s of earlier processes, present only for the main process's host
     age_s: float  # Uptime of the process, present only for the main process's host
-    cpus: float
-    step: int
+    cpus: float  # Number of logical CPUs, present only in header lines
+    step: int  # Current training step
     cpu_pct: float
     memory_gib: float
     gpus: list[GpuSample]
@@ -206,19 +206,19 @@ class Report(TypedDict, total=False):
     top5: float
     expected_calibration_error: float
     images_per_s: float
-    images: int
-    per_class: dict[str, list[float]]
-    classes_left_out: int
+    images: int  # Number of evaluated images
+    per_class: dict[str, list[float]]  # {metric: value for each class}
+    classes_left_out: int  # Number of classes without images that were never predicted
 
 
 class ReplayRecord(TypedDict, total=False):
     """Replay recorded in verified.json. `files` maps each file name to the file's SHA-256 hash."""
 
     date: str
-    commit: str | None
-    kind: str
-    device: str
-    config: str
+    commit: str | None  # Git commit of the replay's code
+    kind: str  # Type of the verification
+    device: str  # Device type, `cuda` or `cpu`
+    config: str  # Name of the Accelerate config, or `one process`
     mixed_precision: str
     steps: int  # Number of replayed steps
     of_steps: int  # Number of steps in the run
@@ -226,15 +226,15 @@ class ReplayRecord(TypedDict, total=False):
     checkpoints: list[str]  # Names of the compared checkpoints
     findings: list[str]  # Differences between the replay and the run
     not_verified: list[str]  # Parts of the run that the replay left out
-    recipe_changes: list[str]
-    differences: dict[str, float]
+    recipe_changes: list[str]  # Changes of the recipe during the run
+    differences: dict[str, float]  # Maximum absolute difference of each compared quantity
     files: dict[str, str]
 
 
 class Verified(TypedDict):
     """Content of verified.json, which verify.py writes."""
 
-    stamps: list[ReplayRecord]
+    stamps: list[ReplayRecord]  # One record for each call of verify.py
 
 
 class TrialRow(TypedDict, total=False):
@@ -242,8 +242,8 @@ class TrialRow(TypedDict, total=False):
 
     outcome: str
     per_device_batch_size: int
-    seconds: float
-    memory_gib: float | None
+    seconds: float  # Duration of the trial
+    memory_gib: float | None  # Highest peak memory of any process
     images_per_s: float | None
 
 
@@ -278,6 +278,7 @@ def value_types(schema: Any) -> dict[str, ValueType]:
 
 
 def _value_type(type_hint: Any) -> ValueType:
+    """Convert a field's type hint to a ValueType. A union such as `int | None` becomes the type `int`."""
     type_arguments = typing.get_args(type_hint)
     if typing.is_typeddict(type_hint):
         return value_types(type_hint)

@@ -56,12 +56,12 @@ class MessageExchange:
         timeout_s: float,
         take_skipped_ids: TakeSkippedIds = list,
     ):
-        self.poll = GlooExchange(timeout_s)
+        self.poll = GlooExchange(timeout_s)  # Exchanges messages without waiting for a GPU
         self.main_record, self.telemetry, self.take_skipped_ids = main_record, telemetry, take_skipped_ids
         self.local_step_us = UNKNOWN_STEP_US  # This process's time per step between the last two messages
         self.slowest_step_us = UNKNOWN_STEP_US  # Maximum local_step_us over all processes
         self.last_message_time_s = time.perf_counter()
-        self.last_message_step = -1
+        self.last_message_step = -1  # -1 before the first message
         self.next_message_step = 0
 
     def exchange_signals_if_due(self, step: int) -> None:
@@ -79,7 +79,7 @@ class MessageExchange:
             self.local_step_us = min(int(mean_step_us), UNKNOWN_STEP_US)
         self.last_message_time_s, self.last_message_step = current_time_s, step
         self.exchange_signals()
-        slowest_step_s = max(self.slowest_step_us / 1e6, 1e-6)
+        slowest_step_s = max(self.slowest_step_us / 1e6, 1e-6)  # Avoids a division by 0
         is_single_process = self.poll.gloo_group is None  # A single process exchanges no messages
         if is_single_process or slowest_step_s >= SHORT_STEP_S:
             self.next_message_step = step + 1
@@ -88,9 +88,9 @@ class MessageExchange:
             self.next_message_step = step + min(MAX_STEPS_PER_POLL, steps_per_message)
 
     def exchange_signals(self) -> None:
-        """Send this process's signal or problem to all processes, and receive their last messages.
+        """Send this process's signal or problem to all processes, and receive their previous messages.
 
-        All processes raise the following errors.
+        All ranks must call this method, and all ranks raise the same error.
 
         Raises:
             Preempted: If a process received a signal.
@@ -102,16 +102,21 @@ class MessageExchange:
             local_reason = ExitReason.PROBLEM
         elif watch.wanted():
             local_reason = ExitReason.STOP
+        # With several processes, poll() returns the maxima from its previous call, or [] in the first call.
         last_maxima = self.poll(local_reason, self.local_step_us) or (ExitReason.NONE, UNKNOWN_STEP_US)
         agreed_reason, self.slowest_step_us = last_maxima
         if agreed_reason == ExitReason.PROBLEM:
-            [failure_message] = broadcast_object_list([failure_message])
+            [failure_message] = broadcast_object_list([failure_message])  # Rank 0's message
             raise ValueError(failure_message)
         if agreed_reason == ExitReason.STOP:
             raise Preempted
 
     def gather(self, value: Any) -> list[Any]:
-        """Return each process's value. The main process also receives telemetry and skipped ids."""
+        """Return all processes' values in rank order. All ranks must call this method.
+
+        This method also sends telemetry and skipped ids to the main process. The main process writes the
+        telemetry to files, and adds the ids to the run's state.
+        """
         telemetry_and_ids = self.poll.collect((self.telemetry.take_unsent_texts(), self.take_skipped_ids()))
         if self.main_record:
             named_texts, skipped_ids = [], set(self.main_record.state.bad_images)
@@ -124,7 +129,10 @@ class MessageExchange:
 
 
 class TrainingMeter:
-    """Loss, samples and time since the last log line. Only mean_loss() waits for the device."""
+    """Loss, samples and time since the last log line.
+
+    Only mean_loss() and, with --deterministic, check_gradients() wait for the device.
+    """
 
     def __init__(self, accelerator: JobAccelerator, batch: Batch, keeps_ids: bool):
         self.accelerator, self.batch, self.keeps_ids = accelerator, batch, keeps_ids
@@ -142,7 +150,7 @@ class TrainingMeter:
         If the number of ranks has changed, rank 0 receives the sum over all ranks. The sum is rescaled to the
         current number of micro-batches, so that the mean loss stays the same.
         """
-        if losses := state.losses:
+        if losses := state.losses:  # Empty before the first checkpoint
             previous_micro_batches_per_step = len(losses) * state.accumulations
             micro_batches_per_step = self.batch.processes * self.batch.accumulations
             has_same_rank_count = len(losses) == self.batch.processes
@@ -165,13 +173,13 @@ class TrainingMeter:
     def check_gradients(self, step: int) -> None:
         """Raise FloatingPointError on all ranks if --deterministic could not sum the gradients.
 
-        All ranks must call this method.
+        All ranks must call this method. With --deterministic, the method waits for the device.
         """
         if self.accelerator.exact_sum:
             self.accelerator.exact_sum.check(step)
 
     def mean_loss(self, step_count: int) -> float:
-        """Return the mean loss of the last `step_count` steps over all ranks.
+        """Return the mean loss of the last `step_count` steps over all ranks, and reset the loss sum.
 
         This method waits for the device. All ranks must call this method.
         """
@@ -180,7 +188,7 @@ class TrainingMeter:
         self.loss_sum.zero_()
         return mean_loss
 
-    def start_clock(self) -> float:
+    def restart_clock(self) -> float:
         """Restart the clock, and return the seconds since it was last started."""
         elapsed_s = self.elapsed_s()
         self.clock_start_s += elapsed_s
@@ -233,21 +241,29 @@ class RunSession:
     def save_if_due(self, step: int) -> None:
         """Save a checkpoint if one is due after `step` steps.
 
-        All ranks must call this method, which raises the same errors as take_snapshot(). If no checkpoint is
-        due but the evaluation at this step is the best so far, a snapshot of this step is held in memory
-        until --checkpoint_s seconds after the last write.
+        If the evaluation at this step is the best so far, but no checkpoint is due, a snapshot is held in
+        memory. The snapshot is written --checkpoint_s seconds after the last write. All ranks must
+        call this method.
+
+        Raises:
+            FloatingPointError: If the loss is not finite.
+            ValueError: If the last save failed.
         """
         if step > self.newest_saved_step:
             if self._is_checkpoint_due(step) or step == self.steps.first:
                 self.take_snapshot()
             elif step == self.state.best_step:
                 self.take_snapshot(hold=True)
-        self.saver.write_held(self.recipe.checkpoint_s)
+        self.saver.write_held(after_s=self.recipe.checkpoint_s)  # Writes a held snapshot that is old enough
 
     def write_newest_snapshot(self) -> None:
-        """Write a snapshot of this step, or the snapshot held in memory.
+        """Start writing a snapshot of this step, or a snapshot of this step that is held in memory.
 
-        All ranks must call this method. See take_snapshot() for the errors.
+        All ranks must call this method.
+
+        Raises:
+            FloatingPointError: If the loss is not finite.
+            ValueError: If the last save failed.
         """
         if self.state.step > self.newest_saved_step:
             self.take_snapshot()
@@ -255,7 +271,9 @@ class RunSession:
             self.saver.write_held()
 
     def take_snapshot(self, hold: bool = False) -> None:
-        """Take a snapshot, and write it in the background. All ranks must call this method.
+        """Take a snapshot of this step, and write it in the background. All ranks must call this method.
+
+        This method first waits for the last save and for the device.
 
         Args:
             hold: True if the snapshot is held in memory instead of being written.
@@ -269,9 +287,11 @@ class RunSession:
             snapshot_step, best_step = state.step, state.best_step
             if best_step != snapshot_step:
                 saver.write_held()  # Write the best evaluation's snapshot
+            # Wait until the main process has finished the last save
             exchange.poll.wait_for_main(self.main_record is not None, saver.wait_up_to)
             meter.check_gradients(snapshot_step)
-            local_loss = meter.loss_sum.item()  # waits for the device, so the failure is read afterwards
+            # item() waits for the device. A write may fail meanwhile, so the failure is read afterwards.
+            local_loss = meter.loss_sum.item()
             failure_message = self.main_record and self.main_record.failure_message()
             losses_and_failures = exchange.gather((local_loss, failure_message))
             loss_by_rank, failure_by_rank = zip(*losses_and_failures, strict=True)
@@ -303,6 +323,7 @@ class RunSession:
         """
         if not self.meter.keeps_ids:
             return
+        # A single process gathers the list itself, so a copy is needed before clear().
         ids_by_rank = self.exchange.poll.gather([*self.meter.sample_ids])
         self.meter.sample_ids.clear()
         if self.main_record:
@@ -319,7 +340,7 @@ class RunSession:
         is_checkpoint_permanent = recipe.keep_every is not None and step % recipe.keep_every == 0
         if recipe.checkpoint_every != "epoch":
             return is_checkpoint_permanent or step % int(recipe.checkpoint_every) == 0
-        if step % self.steps.per_epoch:
+        if step % self.steps.per_epoch:  # The epoch continues
             return is_checkpoint_permanent
         current_time_s = time.monotonic()
         epoch_s, self.epoch_start_s = current_time_s - self.epoch_start_s, current_time_s

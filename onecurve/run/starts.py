@@ -42,6 +42,7 @@ class RunStart:
 
     @property
     def trains_kept_steps(self) -> bool:
+        """True if the result includes at least one step of this start."""
         return self.last_kept_step > self.begin_step
 
     @property
@@ -53,13 +54,16 @@ class RunStart:
 def add_start(
     folder: Path, start: StartLine, manifest: dict[str, Any] | None, path_flags: Collection[str]
 ) -> None:
-    """Append a start to starts.jsonl. Raise OSError if the file can't be written.
+    """Append a start to starts.jsonl, with its differences from the checkpoint that it resumed.
 
     Args:
         folder: Folder of the run.
         start: New line without the key `changed`.
         manifest: Manifest of the checkpoint from which the run resumes, or None for a new run.
         path_flags: Names of flags whose values may be local paths.
+
+    Raises:
+        OSError: If the file can't be written.
     """
     starts_path = folder / STARTS_FILE
     start_entry = {key: value for key, value in start.items() if key not in OMITTED_KEYS}
@@ -67,11 +71,11 @@ def add_start(
         starts_path.unlink()
     start_changes = changes_at(manifest, start, path_flags) if manifest else {}
     new_entries = [start_entry | {"changed": start_changes}]
-    if manifest and not starts_path.exists():
+    if manifest and not starts_path.exists():  # An earlier version of the code trained the run
         recipe_and_data = {"recipe": manifest.get("recipe"), "source": manifest.get("data")}
         new_entries.insert(0, manifest.get("written_by", {}) | recipe_and_data)
     with open_to_append(starts_path) as starts_file:
-        if starts_file.seek(0, os.SEEK_END):
+        if starts_file.seek(0, os.SEEK_END):  # The file is not empty
             starts_file.seek(-1, os.SEEK_END)
             last_byte = starts_file.read(1)
             if last_byte != b"\n":  # A killed process has left a partial line
@@ -86,7 +90,7 @@ def changes_at(
 ) -> dict[str, list[Any]]:
     """Return the flags that differ between a checkpoint and a start, as {name: [before, now]}."""
     recorded_flags = manifest.get("recipe", {})
-    # Converts each value to the type it has in a manifest
+    # Convert each value to the type it has in a manifest
     current_flags = json.loads(json.dumps(start["recipe"]))
     changes: dict[str, list[Any]] = {}
     for flag_name, recorded_value in recorded_flags.items():
@@ -107,14 +111,18 @@ def changes_at(
 def normalised_value(value: Any, is_path: bool) -> Any:
     """Return a local path as a normalised absolute path. Return other values unchanged.
 
-    `is_path` is True for a flag whose value may be a local path.
+    `is_path` is True for a flag whose value may be a local path. Values with a colon, such as s3:// addresses
+    and hf: names, are not local paths.
     """
     is_local_path = is_path and isinstance(value, str) and ":" not in value
     return os.path.abspath(os.path.expanduser(value)) if is_local_path else value
 
 
 def starts_in_order(entries: Sequence[dict[str, Any]], last_step: int) -> list[RunStart]:
-    """Return each start with its steps that the result includes. `last_step` is the run's last step."""
+    """Convert the lines of starts.jsonl to starts, with the range of steps that the result includes.
+
+    `last_step` is the run's last step.
+    """
     begin_steps = [start_entry.get("step", 0) for start_entry in entries]
     run_starts = []
     for start_index, (start_entry, begin_step) in enumerate(zip(entries, begin_steps, strict=True)):
@@ -134,12 +142,15 @@ def hardware_by_start(folder: Path, result: Result) -> list[tuple[str, tuple[str
 
     `result` is the content of result.json, which describes only the last start.
     """
-    entries = [split_by_type(entry, value_types(StartLine))[0] for entry in read_lines(folder / STARTS_FILE)]
-    run_starts = starts_in_order(entries, result["steps"])
+    start_types = value_types(StartLine)
+    split_entries = [split_by_type(entry, start_types) for entry in read_lines(folder / STARTS_FILE)]
+    valid_entries = [valid_entry for valid_entry, _ in split_entries]  # Without values of the wrong type
+    run_starts = starts_in_order(valid_entries, result["steps"])
     start_settings = [run_start.settings for run_start in kept_starts(run_starts)]
     strategy_and_devices = [
         (settings.get("strategy", "?"), tuple(settings.get("devices") or "?")) for settings in start_settings
     ]
+    # Without starts.jsonl, only the last start is known
     return strategy_and_devices or [(result["strategy"], (result["device"],) * result["processes"])]
 
 
@@ -150,7 +161,11 @@ def hardware_in_words(folder: Path, result: Result) -> str:
 
 
 def join_with_then(values: Iterable[str]) -> str:
-    """List successive values without consecutive repetitions, such as `a, then b, then c`."""
+    """List successive values without consecutive repetitions, such as `a, then b, then c`.
+
+    A list of more than MAX_JOINED_VALUES values contains only the first values, the number of omitted values,
+    and the last value.
+    """
     distinct_values = [distinct_value for distinct_value, _ in groupby(values)]
     if len(distinct_values) > MAX_JOINED_VALUES:
         omitted_in_words = f"{len(distinct_values) - MAX_JOINED_VALUES + 1} others"

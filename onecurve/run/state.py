@@ -71,8 +71,9 @@ class RunState:
         return cls(**valid_fields)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of state.json."""
+        """Return the content of state.json, without fields that are None."""
         field_values = vars(self).items()
+        # TrainingState.restore() requires the key loss_scale, even if the value is None.
         return {name: value for name, value in field_values if value is not None or name == "loss_scale"}
 
     def copy_for_save(self, **field_values: Any) -> Self:
@@ -91,9 +92,9 @@ class RunState:
         return self.wall_s + process_uptime_s()
 
     def spent_now_s(self) -> dict[str, float]:
-        """Return the seconds that wall_now_s() includes for each phase, such as `training`.
+        """Return the seconds spent in each phase of all starts, such as `training`.
 
-        See onecurve/system/phase.py.
+        The seconds add up to wall_now_s(). onecurve/system/phase.py defines the phases.
         """
         earlier_spent_s, current_spent_s = self.spent_s or {}, now.spent_s()
         phases = earlier_spent_s | current_spent_s  # The keys are the phases
@@ -104,7 +105,10 @@ class RunState:
         self.step, self.evaluated = step, False
 
     def add_evaluation(self, step: int, metrics: dict[str, float], best_by: str = "accuracy") -> None:
-        """Record an evaluation, and check whether it is the best one according to score(metrics, by)."""
+        """Record an evaluation of this step, and update the best evaluation.
+
+        An evaluation is the best one if score(metrics, best_by) is the highest.
+        """
         self.last, self.evaluated = metrics, True
         self.stale += 1
         if not self.best or score(metrics, best_by) > score(self.best, best_by):

@@ -43,7 +43,8 @@ class Trackers:
         self.started_trackers: list[GeneralTracker] = []
         project_name = recipe_file["script"]
         if "tensorboard" in tracker_names:
-            threading.excepthook = _ignore_full_disk
+            threading.excepthook = _ignore_full_disk  # Hides errors in TensorBoard's thread
+            # TensorBoard hides values that were logged after the step from which the run resumes.
             tensorboard_tracker = _TensorBoard("tensorboard", folder, purge_step=state.step + 1)
             self.started_trackers.append(tensorboard_tracker)
             tensorboard_tracker.start()
@@ -122,6 +123,7 @@ class _TensorBoard(TensorBoardTracker):
         from torch.utils.tensorboard.summary import hparams
 
         # Next to the hyperparameters, TensorBoard shows the last value of each curve in HEADLINE_METRICS.
+        # hparams() returns two summaries for the start, and one that marks the run as successful.
         *start_summaries, self.success_summary = hparams(values, dict.fromkeys(HEADLINE_METRICS, 0.0))
         for start_summary in start_summaries:
             self.writer.file_writer.add_summary(start_summary)
@@ -157,6 +159,7 @@ class _WandB(WandBTracker):
     def start(self) -> None:
         super().start()
         self.run.define_metric("step")
+        # Use the logged value `step` as the horizontal axis of all curves
         self.run.define_metric("*", step_metric="step")
 
     def log(self, values: dict[str, float], step: int, **_: Any) -> None:
@@ -176,12 +179,12 @@ class _WandB(WandBTracker):
         try:
             self.run.finish(exit_code=int(has_failed))
         except Exception as error:
-            run_folder = Path(self.run.dir).parents[2]
+            run_folder = Path(self.run.dir).parents[2]  # self.run.dir is <run folder>/wandb/<W&B run>/files
             log.info(f"W&B did not receive all data ({error}). {_upload_advice(run_folder)}")
 
 
 def _start_wandb(folder: Path, project_name: str, run_id: str | None) -> _WandB | None:
-    """Start or resume a W&B run. Return None if W&B is disabled.
+    """Start or resume a W&B run in a run folder, and return its tracker. Return None if W&B is disabled.
 
     The W&B run is offline if no API key is configured, or if no server accepts the run. W&B's environment
     variables override the run and project names. docs/launching.md lists some of these variables.
@@ -234,4 +237,5 @@ def _save_and_stop() -> None:
 
 
 def _upload_advice(run_folder: Path | str) -> str:
+    """Return a sentence with the command that uploads an offline W&B run."""
     return f"To upload the run later, log in and run: wandb sync {shlex.quote(str(run_folder))}/wandb/*run-*"

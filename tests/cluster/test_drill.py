@@ -42,7 +42,7 @@ MUTANTS = {
     "fill-disk": [
         ("onecurve/checkpoint/saver.py", NOT_WRITTEN, NOT_WRITTEN + REMOVE_ALL),
         # The log may be the first file that can't be written.
-        ("onecurve/run/log.py", "self._set_problem(file.name, error)", "pass"),
+        ("onecurve/run/log.py", "self._record_write_error(file.name, error)", "pass"),
     ],
     "preempt": [("onecurve/run/ending.py", "        session.write_newest_snapshot()", "        pass")],
     "silence-s3": [

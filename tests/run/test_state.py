@@ -30,7 +30,7 @@ def test_a_state_comes_back_through_its_file(tmp_path):
 
 
 def test_an_evaluation_that_is_not_finite_ends_the_run():
-    meter, state = SimpleNamespace(start_clock=lambda: 0.0), RunState()
+    meter, state = SimpleNamespace(restart_clock=lambda: 0.0), RunState()
     run = SimpleNamespace(session=SimpleNamespace(meter=meter, state=state))
     with pytest.raises(FloatingPointError, match="the evaluation loss is nan at step 4"):
         Run.log_evaluation(run, 4, {"loss": math.nan, "accuracy": 0.1})
