@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -46,6 +47,13 @@ FORMAT_VERSION = 1  # docs/checkpoints.md lists the readable versions and the re
 MODEL_FILE, OPTIMIZER_FILE, EMA_FILE = "model.safetensors", "optimizer.safetensors", "ema.safetensors"
 STATE_FILE, MANIFEST_FILE, INDEX_FILE = "state.json", "manifest.json", "index.json"
 JSON_LIMIT_BYTES = 16 * 2**20  # maximum size of a manifest; 22,000 class names occupy 1.2 MB
+PICKLE_PREFIXES = (b"PK", b"\x80")  # first bytes of files in torch's new and old pickle formats
+# Python code of a command that converts a pickle file to safetensors. Only the user runs this command, never
+# onecurve. timm prefers averaged weights in a checkpoint, and allows torch to load only tensors.
+PICKLE_CONVERSION_CODE = (
+    "import sys; from timm.models import load_state_dict as load; from safetensors.torch import save_file;"
+    " save_file({n: t.clone().contiguous() for n, t in load(sys.argv[1]).items()}, sys.argv[2])"
+)
 WRAPPER_PREFIXES = ("_orig_mod.", "module.", "model.")  # added by torch.compile, DDP and Lightning
 LATEST_KEPT_COUNT = 2  # number of latest checkpoints that steps_to_keep() keeps
 
@@ -66,7 +74,7 @@ class Checkpoint:
     """Folder and manifest of a verified checkpoint."""
 
     folder: Path
-    manifest: dict[str, Any]
+    manifest: dict[str, Any]  # content of manifest.json without the digest
 
     @property
     def step(self) -> int:
@@ -81,7 +89,7 @@ def can_store(value: Any) -> bool:
 
 
 def scalar_to_json(scalar: Any) -> Any:
-    """Convert a scalar or a small tensor to a JSON value."""
+    """Convert a scalar or a small tensor to a JSON value that scalar_from_json() converts back."""
     if not isinstance(scalar, Tensor):
         return scalar
     return {"dtype": DTYPE_NAMES[scalar.dtype], "value": scalar.tolist()}
@@ -108,6 +116,7 @@ def parameter_of(state_tensor_name: str) -> str:
 
 
 def step_name(step: int) -> str:
+    """Return the name of a checkpoint's folder, for example step_00000390 for step 390."""
     return f"step_{step:08d}"
 
 
@@ -135,7 +144,7 @@ def write_checkpoint(
     state: dict[str, Any],
     manifest_entries: dict[str, Any],
 ) -> Path:
-    """Atomically write the checkpoint folder checkpoints_folder/step_N and sync the folder to disk.
+    """Atomically write the folder checkpoints_folder/step_N, sync it to disk, and return its path.
 
     Args:
         checkpoints_folder: The run's checkpoints/ folder.
@@ -149,7 +158,7 @@ def write_checkpoint(
     """
     step_folder = checkpoints_folder / step_name(step)
     temporary_folder = checkpoints_folder / f".{step_folder.name}.tmp"
-    discard(temporary_folder)
+    discard(temporary_folder)  # left by an interrupted write
     try:
         temporary_folder.mkdir(parents=True)
         file_entries = {
@@ -176,7 +185,7 @@ def write_step_index(checkpoints_folder: Path, latest_step: int, best_step: int 
 
 
 def make_step_index(latest_step: int, best_step: int | None) -> dict[str, str]:
-    """Return the content of index.json. None means that there is no best checkpoint."""
+    """Return the content of index.json. `best_step` is None if there is no best checkpoint."""
     best_entry = {} if best_step is None else {"best": step_name(best_step)}
     return {"latest": step_name(latest_step)} | best_entry
 
@@ -196,7 +205,10 @@ def parse_step_index(index_bytes: bytes, location: Path | str) -> dict[str, int]
 
 
 def best_checkpoint_folder(checkpoints_folder: Path) -> Path | None:
-    """Return the folder of the best checkpoint in index.json, or None if that folder does not exist."""
+    """Return the folder of the best checkpoint listed in index.json.
+
+    If index.json or the folder does not exist, or index.json lists no best checkpoint, the result is None.
+    """
     index_file = checkpoints_folder / INDEX_FILE
     if not index_file.is_file():
         return None
@@ -210,25 +222,26 @@ def steps_to_keep(saved_steps: Iterable[int], best_step: int | None, keep_every:
     """Return the checkpoint steps to keep: the latest two, the best, and multiples of --keep_every."""
     sorted_steps = sorted(saved_steps)
     latest_steps = sorted_steps[-LATEST_KEPT_COUNT:]
-    kept_steps = {*latest_steps, *(step for step in sorted_steps if step == best_step)}
+    kept_steps = {step for step in sorted_steps if step in latest_steps or step == best_step}
     if keep_every:
         kept_steps |= {step for step in sorted_steps if step % keep_every == 0}
     return kept_steps
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint. An interrupted removal leaves no folder that looks like a complete checkpoint.
+    """Remove a checkpoint's folder, after renaming it so that it no longer looks like a checkpoint.
 
-    If a user has moved the checkpoint and left a symbolic link, only the link is removed.
+    An interrupted removal therefore leaves no folder that looks complete. If a user has moved the checkpoint
+    and left a symbolic link, only the link is removed.
     """
     if folder.is_symlink():
         log.info(f"Removing only the symbolic link {folder}. The linked folder {folder.readlink()} is kept.")
         folder.unlink()
         return
-    renamed_folder = folder.with_name(f".{folder.name}.old")
-    discard(renamed_folder)
-    folder.rename(renamed_folder)
-    discard(renamed_folder)
+    hidden_folder = folder.with_name(f".{folder.name}.old")
+    discard(hidden_folder)  # left by an interrupted removal
+    folder.rename(hidden_folder)
+    discard(hidden_folder)
 
 
 def remove_temporary_folders(checkpoints_folder: Path) -> None:
@@ -242,7 +255,7 @@ def remove_temporary_folders(checkpoints_folder: Path) -> None:
 
 
 def verify_checkpoint(step_folder: Path, heartbeat: Heartbeat = lambda: None) -> Checkpoint:
-    """Verify a checkpoint's manifest and every file's size and SHA-256.
+    """Verify a checkpoint's manifest and every file's size and SHA-256, calling heartbeat() meanwhile.
 
     Raises:
         DamagedCheckpoint: If a file is missing or does not match the manifest. The error message names the
@@ -280,12 +293,16 @@ def _require_regular_file(checkpoint_file: Path) -> Path:
 
 
 class FileEntry(TypedDict):
+    """Entry in the manifest for one of the checkpoint's files."""
+
     size: int  # file size in bytes
     sha256: str
 
 
 class CheckpointManifest(TypedDict):
-    digest: str
+    """Required entries of manifest.json, with which its structure is checked."""
+
+    digest: str  # SHA-256 of the other entries
     format_version: Any  # an int, checked separately so that an unknown version has a clear error message
     step: int
     files: dict[str, FileEntry]
@@ -293,6 +310,13 @@ class CheckpointManifest(TypedDict):
 
 def parse_checkpoint_manifest(manifest_bytes: bytes, step_folder: Path | str) -> dict[str, Any]:
     """Parse and check a checkpoint's manifest without reading the checkpoint's other files.
+
+    Args:
+        manifest_bytes: Content of manifest.json.
+        step_folder: The checkpoint's folder or URL, which contains the step and appears in error messages.
+
+    Returns:
+        The manifest without its `digest` entry.
 
     Raises:
         DamagedCheckpoint: If the manifest is malformed, has been modified, or belongs to a different step.
@@ -302,18 +326,19 @@ def parse_checkpoint_manifest(manifest_bytes: bytes, step_folder: Path | str) ->
     try:
         manifest = parse_json(manifest_bytes, location)
     except ValueError:
-        manifest = {}
+        manifest = {}  # not JSON, and therefore not valid
     is_manifest_valid = has_type(manifest, CheckpointManifest)
     if not is_manifest_valid or any(file_entry["size"] < 0 for file_entry in manifest["files"].values()):
         raise DamagedCheckpoint(f"{location} is not a valid checkpoint manifest")
     if manifest.pop("digest") != _manifest_digest(manifest):
         raise DamagedCheckpoint(f"{location} does not match the digest that the file contains")
-    format_version, listed_files = manifest["format_version"], manifest["files"].keys()
+    format_version = manifest["format_version"]
     if type(format_version) is not int or not 1 <= format_version <= FORMAT_VERSION:
         raise ValueError(
             f"{location} uses checkpoint format version {format_version},"
             f" but this version of onecurve supports only versions 1 to {FORMAT_VERSION}. Update onecurve."
         )
+    listed_files = manifest["files"].keys()
     required_files = {MODEL_FILE, OPTIMIZER_FILE, STATE_FILE}
     if not required_files <= listed_files <= required_files | {EMA_FILE}:
         raise DamagedCheckpoint(
@@ -332,8 +357,8 @@ def newest(
 
     Args:
         heartbeat: Function called about once per second while files are hashed.
-        is_owner: True if this process owns the folder and must therefore rename damaged checkpoints to
-            damaged_*.
+        is_owner: True if this process owns the folder. If the owner finds an intact checkpoint, it renames
+            newer, damaged checkpoints to damaged_*.
 
     Raises:
         ValueError: If checkpoints exist but none of them passes verification.
@@ -362,7 +387,7 @@ def newest(
 
 
 def _manifest_digest(manifest: dict[str, Any]) -> str:
-    """Return the SHA-256 of the manifest without its `digest` entry."""
+    """Return the SHA-256 of a manifest that does not contain a `digest` entry."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
@@ -370,7 +395,7 @@ def _manifest_digest(manifest: dict[str, Any]) -> str:
 
 
 class TensorFile:
-    """Reader that loads a verified safetensors file one tensor at a time.
+    """Reader that loads a safetensors file one tensor at a time. The file stays open.
 
     Raises:
         ValueError: If the file is not a safetensors file.
@@ -388,11 +413,12 @@ class TensorFile:
             raise ValueError(f"{path} is not a valid safetensors file: {invalid_reason}") from None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return each tensor's shape, by name, without reading the tensors."""
         reader = self.safetensors_reader
         return {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
 
     def specs(self) -> Specs:
-        """Return the dtype and shape of each tensor in the file.
+        """Return each tensor's dtype and shape, by name, without reading the tensors.
 
         Raises:
             ValueError: If the file contains a dtype that runs never write.
@@ -422,16 +448,40 @@ class TensorFile:
             )
 
     def wrapper_prefix(self) -> str:
-        """Return the prefix that model wrappers add to all tensor names, for example `module._orig_mod.`."""
-        tensor_names, common_prefix = self.shapes().keys(), ""
+        """Return the prefix that nested wrappers add to all tensor names, for example `module._orig_mod.`."""
+        tensor_names = self.shapes().keys()
+        common_prefix = ""
         while tensor_names:
             for wrapper_prefix in WRAPPER_PREFIXES:
                 if all(name.startswith(common_prefix + wrapper_prefix) for name in tensor_names):
                     common_prefix += wrapper_prefix
                     break
-            else:
+            else:  # no further prefix
                 break
         return common_prefix
 
     def read_tensor(self, name: str) -> Tensor:
         return self.safetensors_reader.get_tensor(name)
+
+
+def open_weight_file(weight_file: Path) -> TensorFile:
+    """Open a safetensors file. If it is a pickle file, refuse it with a command that converts it.
+
+    Raises:
+        ValueError: If the file is not a safetensors file.
+    """
+    try:
+        return TensorFile(weight_file)
+    except ValueError:
+        if not weight_file.is_file():
+            raise
+        with open(weight_file, "rb") as binary_file:
+            first_bytes = binary_file.read(max(map(len, PICKLE_PREFIXES)))
+        if not first_bytes.startswith(PICKLE_PREFIXES):
+            raise
+        safetensors_file = weight_file.with_suffix(".safetensors")
+        conversion_command = ["python", "-c", PICKLE_CONVERSION_CODE, str(weight_file), str(safetensors_file)]
+        raise ValueError(
+            f"{weight_file} is a pickle file, which can execute code when it is loaded. Convert the file to"
+            f" safetensors in an isolated environment such as a container: {shlex.join(conversion_command)}"
+        ) from None

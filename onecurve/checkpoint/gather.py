@@ -45,7 +45,7 @@ class PieceGatherer:
         stored_pieces_by_rank = [layout.piece_of]
         if dist.is_initialized():
             self.rank = dist.get_rank()
-            stored_pieces_by_rank *= dist.get_world_size()
+            stored_pieces_by_rank *= dist.get_world_size()  # placeholders for all_gather_object()
             gloo_group = dist.new_group(backend="gloo")
             assert isinstance(gloo_group, dist.ProcessGroup)
             self.gloo_group = gloo_group
@@ -54,17 +54,18 @@ class PieceGatherer:
         self.outgoing_pieces: list[dict[str, Piece]] = []  # pieces sent by each rank, by tensor name
         for stored_pieces in stored_pieces_by_rank:
             sent_pieces = {
-                parameter: piece
-                for parameter, piece in stored_pieces.items()
-                if piece.length and (parameter, piece.start) not in assigned_starts
+                parameter_name: piece
+                for parameter_name, piece in stored_pieces.items()
+                if piece.length and (parameter_name, piece.start) not in assigned_starts
             }
-            assigned_starts |= {(parameter, piece.start) for parameter, piece in sent_pieces.items()}
+            assigned_starts |= {(name, piece.start) for name, piece in sent_pieces.items()}
             self.outgoing_pieces.append(sent_pieces)
-        for parameter, parameter_shape in self.shapes.items():
+        # The pieces sent by all ranks must contain each parameter's elements exactly once
+        for parameter_name, parameter_shape in self.shapes.items():
             sent_lengths = [
-                pieces[parameter].length for pieces in self.outgoing_pieces if parameter in pieces
+                pieces[parameter_name].length for pieces in self.outgoing_pieces if parameter_name in pieces
             ]
-            assert sum(sent_lengths) == torch.Size(parameter_shape).numel(), parameter
+            assert sum(sent_lengths) == torch.Size(parameter_shape).numel(), parameter_name
         self.pauses_disabled = threading.Event()  # set while training waits for the checkpoint
 
     def local_specs(self, specs: Specs) -> Specs:
@@ -99,6 +100,7 @@ class PieceGatherer:
             self._send_pieces(snapshots)
 
     def _send_pieces(self, snapshots: dict[str, Snapshot]) -> None:
+        """Send this rank's snapshots, which contain only the pieces assigned to it, to the main process."""
         if self.outgoing_pieces[self.rank]:
             # Tell the main process that this rank has copied its pieces into its snapshots
             self._transfer(dist.send, torch.zeros(1), MAIN_RANK)
@@ -108,18 +110,21 @@ class PieceGatherer:
                     self._transfer(dist.send, sent_message, MAIN_RANK)
 
     def _receive_pieces(self, snapshots: dict[str, Snapshot]) -> None:
-        senders = [rank for rank, pieces in enumerate(self.outgoing_pieces) if pieces and rank != MAIN_RANK]
-        for rank in senders:
+        """Receive the other ranks' pieces into the main process's snapshots."""
+        sender_ranks = [
+            rank for rank, pieces in enumerate(self.outgoing_pieces) if pieces and rank != MAIN_RANK
+        ]
+        for rank in sender_ranks:
             self._transfer(dist.recv, torch.zeros(1), rank)  # wait until the rank has copied its pieces
-        message_iterators = {rank: self._split_incoming_pieces(snapshots, rank) for rank in senders}
-        while message_iterators:
-            for rank in [*message_iterators]:  # receive one message from each rank in turn
-                received_message = next(message_iterators[rank], None)
-                if received_message is None:
-                    del message_iterators[rank]
+        buffers_by_rank = {rank: self._message_buffers(snapshots, rank) for rank in sender_ranks}
+        while buffers_by_rank:
+            for rank in [*buffers_by_rank]:  # receive one message from each rank in turn
+                message_buffer = next(buffers_by_rank[rank], None)
+                if message_buffer is None:  # the rank has sent all messages
+                    del buffers_by_rank[rank]
                     continue
                 transfer_began_s = time.perf_counter()
-                self._transfer(dist.recv, received_message, rank)
+                self._transfer(dist.recv, message_buffer, rank)
                 self.pause(time.perf_counter() - transfer_began_s)
 
     def pause(self, busy_s: float) -> None:
@@ -130,9 +135,10 @@ class PieceGatherer:
         pause_s = busy_s * (1 / MAX_BUSY_FRACTION - 1)
         self.pauses_disabled.wait(pause_s)
 
-    def _split_incoming_pieces(self, snapshots: dict[str, Snapshot], rank: int) -> Iterator[Tensor]:
+    def _message_buffers(self, snapshots: dict[str, Snapshot], sender_rank: int) -> Iterator[Tensor]:
+        """Yield views of the main process's snapshots that receive a rank's messages, in sending order."""
         for snapshot in snapshots.values():
-            for _, piece_view in self._piece_views(snapshot, rank):
+            for _, piece_view in self._piece_views(snapshot, sender_rank):
                 yield from _split_into_messages(piece_view)
 
     def _piece_views(self, snapshot: Snapshot, rank: int) -> Iterator[tuple[str, Tensor]]:
@@ -141,13 +147,13 @@ class PieceGatherer:
             yield tensor_name, snapshot.views[tensor_name].view(-1)[piece.start : piece.start + piece.length]
 
     def _pieces_of_rank(self, specs: Specs, rank: int) -> Iterator[tuple[str, Piece]]:
-        """Yield the name of each tensor in the file and the piece that the rank provides."""
+        """Yield the name of each tensor in the file to which the rank contributes, and the rank's piece."""
         for tensor_name, (_, tensor_shape) in specs.items():
-            # Split `<parameter>/<state>`
-            parameter = tensor_name if tensor_name in self.shapes else parameter_of(tensor_name)
-            if self.shapes.get(parameter) == tensor_shape:
-                piece = self.outgoing_pieces[rank].get(parameter)
-            elif rank == MAIN_RANK:
+            # A tensor is a parameter, a buffer, or optimizer state with a name `<parameter>/<state>`
+            parameter_name = tensor_name if tensor_name in self.shapes else parameter_of(tensor_name)
+            if self.shapes.get(parameter_name) == tensor_shape:
+                piece = self.outgoing_pieces[rank].get(parameter_name)
+            elif rank == MAIN_RANK:  # a buffer, or state with a different shape than its parameter
                 piece = Piece(start=0, length=torch.Size(tensor_shape).numel())
             else:
                 piece = None
@@ -155,6 +161,11 @@ class PieceGatherer:
                 yield tensor_name, piece
 
     def _transfer(self, send_or_receive: Callable[..., Any], message_tensor: Tensor, other_rank: int) -> None:
+        """Send or receive one message, and wait for it.
+
+        Raises:
+            GatherError: If the other rank does not answer.
+        """
         transfer_began_s = time.monotonic()
         try:
             send_or_receive(message_tensor, other_rank, group=self.gloo_group)
@@ -167,4 +178,5 @@ class PieceGatherer:
 
 
 def _split_into_messages(piece_view: Tensor) -> tuple[Tensor, ...]:
+    """Split a flat view into uint8 views of at most MESSAGE_BYTES bytes. Sender and receiver split alike."""
     return piece_view.view(torch.uint8).split(MESSAGE_BYTES)

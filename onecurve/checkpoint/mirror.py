@@ -75,12 +75,15 @@ class Mirror:
         self.queued_upload: CheckpointUpload | None = None
         self.current_upload: CheckpointUpload | None = None
         self.last_upload_failed = False
-        threading.Thread(target=self._upload_checkpoints, daemon=True).start()
+        threading.Thread(target=self._upload_queued_checkpoints, daemon=True).start()
 
-    def offer(self, step: int, best: int | None) -> None:
-        """Queue the upload of a checkpoint that is already committed on the local disk."""
+    def offer(self, step: int, best_step: int | None) -> None:
+        """Queue the upload of a checkpoint that is committed on the local disk.
+
+        This checkpoint replaces a queued one whose upload has not started.
+        """
         with self.upload_condition:
-            self.queued_upload = CheckpointUpload(step, best)
+            self.queued_upload = CheckpointUpload(step, best_step)
             self.upload_condition.notify_all()
 
     def steps_needed_on_disk(self) -> set[int]:
@@ -101,20 +104,22 @@ class Mirror:
             )
 
     def send_last_files(self, result: Mapping[str, Any]) -> None:
-        """Upload a finished run's files.
+        """Upload a finished run's logs and telemetry, and then `result` as result.json.
 
         Uploading result.json last marks the upload as complete.
         """
-        self._require_ownership()
+        self._require_prefix_ownership()
         self._upload_run_files(*LOG_GLOBS, TELEMETRY_GLOB)
         self.store.write("result.json", json.dumps(result, indent=2).encode())
 
     def _upload_run_files(self, *file_globs: str) -> None:
+        """Upload the files in the run folder that match any of the glob patterns."""
         for file_glob in file_globs:
             for run_file in files_inside(self.folder, file_glob):
                 self.store.upload(run_file, run_file.name)
 
-    def _upload_checkpoints(self) -> None:
+    def _upload_queued_checkpoints(self) -> None:
+        """Upload checkpoints in the mirror's thread as they are queued. This method never returns."""
         lower_priority()
         while True:
             with self.upload_condition:
@@ -138,8 +143,11 @@ class Mirror:
                 self.upload_condition.notify_all()
 
     def _upload_logs_and_checkpoints(self, step: int, best_step: int | None) -> None:
-        """Upload the logs, the checkpoint, index.json and, if it is missing in S3, the best checkpoint."""
-        self._require_ownership()
+        """Upload the logs and a checkpoint, update index.json, and delete old checkpoints from the store.
+
+        This method also uploads the best checkpoint if it is missing in S3, and result.json if it exists.
+        """
+        self._require_prefix_ownership()
         self._upload_run_files(*LOG_GLOBS)  # the logs must never be older than a checkpoint
         stored_steps = committed_steps(self.store)
         local_steps = {step, *steps_in(self.folder / "checkpoints")}
@@ -148,7 +156,7 @@ class Mirror:
             self._upload_checkpoint(missing_step)
             stored_steps.add(missing_step)
         step_index = checkpoints.make_step_index(step, best_step if best_step in stored_steps else None)
-        self._require_ownership()
+        self._require_prefix_ownership()
         self.store.write(f"checkpoints/{checkpoints.INDEX_FILE}", json.dumps(step_index).encode())
         self._upload_run_files("result.json")
         stored_steps_so_far = {stored_step for stored_step in stored_steps if stored_step <= step}
@@ -161,11 +169,11 @@ class Mirror:
         remote_folder = f"checkpoints/{step_name(step)}"
         for checkpoint_file in files_inside(local_folder, "*"):  # all files
             if checkpoint_file.name != MANIFEST_FILE:
-                self._require_ownership()
+                self._require_prefix_ownership()
                 self.store.upload(checkpoint_file, f"{remote_folder}/{checkpoint_file.name}")
         manifest_key = f"{remote_folder}/{MANIFEST_FILE}"
         manifest_bytes = (local_folder / MANIFEST_FILE).read_bytes()
-        is_new_manifest = self.store.create(manifest_key, manifest_bytes)
+        is_new_manifest = self.store.create(manifest_key, manifest_bytes)  # never replaces an object
         if not is_new_manifest and self.store.read(manifest_key, JSON_LIMIT_BYTES) != manifest_bytes:
             raise StoreError(f"another run has written a checkpoint of step {step:,} to {self.store.url}")
 
@@ -182,10 +190,11 @@ class Mirror:
             if step is not None and step < newest_kept_step and step not in kept_steps
         ]
         keys_to_delete = sorted(expired_keys, key=lambda object_key: not object_key.endswith(MANIFEST_FILE))
-        self._require_ownership()
+        self._require_prefix_ownership()
         self.store.delete(keys_to_delete)
 
-    def _require_ownership(self) -> None:
+    def _require_prefix_ownership(self) -> None:
+        """Raise StoreError if another run has taken over the prefix."""
         if error_message := self.takeover_error():
             raise StoreError(error_message)
 
@@ -213,8 +222,8 @@ def fetch_newest(
         The step of the downloaded checkpoint, or None if S3 contains no newer checkpoint.
 
     Raises:
-        ValueError: If checkpoints exist but none of them passes verification, or if a download can't be
-            written to disk.
+        ValueError: If `newer_than` is negative and none of the existing checkpoints passes verification, or
+            if a download can't be written to disk.
     """
 
     def delete_manifests(manifest_keys: list[str]) -> None:
@@ -227,7 +236,7 @@ def fetch_newest(
     for step in candidate_steps:
         try:
             fetch_checkpoint(store, step, parent_folder, heartbeat)
-            delete_manifests(damaged_manifest_keys)
+            delete_manifests(damaged_manifest_keys)  # of the newer, damaged checkpoints
             return step
         except (DamagedCheckpoint, WrongSize) as error:
             log.warning(f"warning: the checkpoint of step {step:,} is damaged: {error}")
@@ -246,20 +255,24 @@ def fetch_newest(
 def fetch_checkpoint(store: ObjectStore, step: int, parent_folder: Path, heartbeat: Heartbeat) -> None:
     """Download a checkpoint to a temporary folder in `parent_folder`, verify it, and rename the folder.
 
+    An existing folder of the same step is replaced.
+
     Raises:
         DamagedCheckpoint, WrongSize: If the checkpoint fails verification.
         OSError: If the checkpoint can't be written to disk.
     """
-    remote_folder, local_folder = f"checkpoints/{step_name(step)}", parent_folder / step_name(step)
+    remote_folder = f"checkpoints/{step_name(step)}"
+    local_folder = parent_folder / step_name(step)
     manifest_bytes, manifest = read_manifest(store, step)
     temporary_folder = parent_folder / f".{local_folder.name}.part"
-    discard(temporary_folder)
+    discard(temporary_folder)  # left by an interrupted download
     temporary_folder.mkdir(parents=True)
     try:
         download_mib = sum(file_entry["size"] for file_entry in manifest["files"].values()) / 2**20
         log.info(f"downloading the checkpoint of step {step:,} ({download_mib:,.1f} MiB) from {store.url}")
         for file_name, file_entry in manifest["files"].items():
-            file_key, local_file = f"{remote_folder}/{file_name}", temporary_folder / file_name
+            file_key = f"{remote_folder}/{file_name}"
+            local_file = temporary_folder / file_name
             store.download(file_key, local_file, file_entry["size"], heartbeat)
             if sha256_of(local_file, heartbeat) != file_entry["sha256"]:
                 raise DamagedCheckpoint(f"{store.url}/{file_key} does not match the SHA-256 in the manifest")
@@ -271,7 +284,42 @@ def fetch_checkpoint(store: ObjectStore, step: int, parent_folder: Path, heartbe
         temporary_folder.rename(local_folder)
         sync(parent_folder)
     finally:
-        shutil.rmtree(temporary_folder, ignore_errors=True)
+        shutil.rmtree(temporary_folder, ignore_errors=True)  # does nothing after the rename
+
+
+def download_selected_checkpoint(
+    store: ObjectStore, which: str, parent_folder: Path, heartbeat: Heartbeat
+) -> checkpoints.Checkpoint:
+    """Download a run's best checkpoint, or the newest intact checkpoint if `which` is `latest`.
+
+    Raises:
+        ValueError: If S3 does not contain this checkpoint, or the checkpoint fails verification.
+    """
+    if which == "latest":
+        step = fetch_newest(store, parent_folder, newer_than=-1, heartbeat=heartbeat)
+        if step is None:
+            raise ValueError(f"{store.url} contains no checkpoints. Pass the S3 prefix of a run.")
+    else:
+        index_key = f"checkpoints/{checkpoints.INDEX_FILE}"
+        index_bytes = store.read(index_key, JSON_LIMIT_BYTES)
+        if index_bytes is None:
+            raise ValueError(
+                f"{store.url} does not contain a run: {index_key} is missing. Pass the S3 prefix of a run."
+            )
+        step = checkpoints.parse_step_index(index_bytes, f"{store.url}/{index_key}").get("best")
+        if step is None:
+            raise ValueError(
+                f"{store.url} does not contain the run's best checkpoint."
+                " Use --which latest to select the newest checkpoint."
+            )
+        try:
+            fetch_checkpoint(store, step, parent_folder, heartbeat)
+        except ValueError:
+            if store.read(index_key, JSON_LIMIT_BYTES) == index_bytes:
+                raise
+            # A run in progress has replaced the checkpoint
+            return download_selected_checkpoint(store, which, parent_folder, heartbeat)
+    return checkpoints.verify_checkpoint(parent_folder / step_name(step), heartbeat)
 
 
 def read_manifest(store: ObjectStore, step: int) -> tuple[bytes, dict[str, Any]]:
@@ -293,12 +341,13 @@ def download_logs(store: ObjectStore, folder: Path) -> None:
     interrupted download. A local file is kept if it begins with the content of the file in the bucket.
     Otherwise, the bucket's file replaces it.
     """
-    log_keys = ["recipe.json", "starts.jsonl", "metrics.jsonl", "confusion.json"]
-    log_keys += [key for key in store.list("telemetry-") if fnmatch(key, TELEMETRY_GLOB) and "/" not in key]
-    for log_key in log_keys:
-        local_file = folder / log_key
-        remote_content = store.read(log_key, LOG_LIMIT_BYTES)
-        if not remote_content:
+    file_names = ["recipe.json", "starts.jsonl", "metrics.jsonl", "confusion.json"]
+    # fnmatch's `*` also matches slashes
+    file_names += [key for key in store.list("telemetry-") if fnmatch(key, TELEMETRY_GLOB) and "/" not in key]
+    for file_name in file_names:
+        local_file = folder / file_name
+        remote_content = store.read(file_name, LOG_LIMIT_BYTES)
+        if not remote_content:  # the run has not uploaded this file
             continue
         is_local_file_current = local_file.exists() and read_regular(local_file).startswith(remote_content)
         if not is_local_file_current:
@@ -313,6 +362,7 @@ def committed_steps(store: ObjectStore) -> set[int]:
 
 
 def _step_in_key(object_key: str) -> int | None:
+    """Return the step of the checkpoint that contains an object, or None if the key is not a checkpoint's."""
     key_parts = object_key.split("/")
     if len(key_parts) != 3:  # the key does not have the form checkpoints/<name>/<file>
         return None

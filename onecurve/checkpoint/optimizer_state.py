@@ -38,7 +38,8 @@ class OptimizerState:
     """
 
     def __init__(self, layout: ParameterLayout, needs_bitwise: bool):
-        self.layout, self.trial = layout, run_optimizer_trial(layout, needs_bitwise)
+        self.layout = layout
+        self.trial = run_optimizer_trial(layout, needs_bitwise)
 
     def manifest_entry(self) -> dict[str, Any]:
         """Return the optimizer's class and the names of its state tensors and scalars, for the manifest."""
@@ -49,12 +50,12 @@ class OptimizerState:
     def expected_specs(self) -> Specs:
         """Return the dtype and shape of each state tensor shaped like its parameter.
 
-        State tensors shaped like their parameter are known before the optimizer's first step.
+        The trial determines these tensors before the optimizer's first step.
         """
         parameter_shapes = self.layout.shapes()
         return {
-            f"{parameter}/{state_name}": (state_dtype, parameter_shapes[parameter])
-            for parameter, dtype_by_state_name in self.trial.shaped_dtypes.items()
+            f"{parameter_name}/{state_name}": (state_dtype, parameter_shapes[parameter_name])
+            for parameter_name, dtype_by_state_name in self.trial.shaped_dtypes.items()
             for state_name, state_dtype in dtype_by_state_name.items()
         }
 
@@ -65,24 +66,24 @@ class OptimizerState:
         """
         parameter_shapes, shaped_state = self.layout.shapes(), self.layout.shaped_state()
         unshaped_tensors = {
-            f"{parameter}/{state_name}": state_value
-            for parameter, parameter_state in self.layout.other_state().items()
+            f"{parameter_name}/{state_name}": state_value
+            for parameter_name, parameter_state in self.layout.other_state().items()
             for state_name, state_value in parameter_state.items()
-            if _is_array(state_value)
+            if _is_nonscalar(state_value)
         }
         specs: Specs = {}
         names_by_tensor = self.layout.parameter_names_by_tensor()
         for state_name, local_tensors in shaped_state.items():
             for local_tensor, parameter_names in zip(local_tensors, names_by_tensor, strict=True):
                 if local_tensor is not None:
-                    for parameter in parameter_names:
-                        specs[f"{parameter}/{state_name}"] = local_tensor.dtype, parameter_shapes[parameter]
+                    for name in parameter_names:
+                        specs[f"{name}/{state_name}"] = local_tensor.dtype, parameter_shapes[name]
         for full_name, unshaped_tensor in unshaped_tensors.items():
             specs[full_name] = unshaped_tensor.dtype, tuple(unshaped_tensor.shape)
         shaped_pieces = (
-            (f"{parameter}/{state_name}", local_piece)
+            (f"{parameter_name}/{state_name}", local_piece)
             for state_name, local_tensors in shaped_state.items()
-            for parameter, local_piece in self.layout.named_pieces(local_tensors)
+            for parameter_name, local_piece in self.layout.named_pieces(local_tensors)
         )
         return specs, chain(shaped_pieces, unshaped_tensors.items())
 
@@ -92,10 +93,10 @@ class OptimizerState:
         This method is collective.
         """
         scalars_by_parameter: dict[str, dict[str, Any]] = {}
-        for parameter, state in self.layout.other_state().items():
-            scalars = {state_name: value for state_name, value in state.items() if not _is_array(value)}
-            scalars_by_parameter[parameter] = _all_to_json(scalars)
-        changed_groups = [_all_to_json(changed_settings) for changed_settings in self.layout.changed_groups()]
+        for parameter_name, state in self.layout.other_state().items():
+            scalars = {state_name: value for state_name, value in state.items() if not _is_nonscalar(value)}
+            scalars_by_parameter[parameter_name] = _scalars_to_json(scalars)
+        changed_groups = [_scalars_to_json(settings) for settings in self.layout.changed_groups()]
         return {"scalars": scalars_by_parameter, "groups": changed_groups}
 
     # --- Restore
@@ -112,11 +113,13 @@ class OptimizerState:
         """
         saved_folder, parameter_shapes = checkpoint.folder, self.layout.shapes()
         stored_specs = TensorFile(saved_folder / checkpoints.OPTIMIZER_FILE).specs()
-        saved_optimizer, current_optimizer = checkpoint.manifest.get("optimizer"), self.manifest_entry()
+        saved_optimizer = checkpoint.manifest.get("optimizer")
+        current_optimizer = self.manifest_entry()
         if not isinstance(saved_optimizer, dict):
             raise ValueError(
                 f"{saved_folder / checkpoints.MANIFEST_FILE} does not describe the checkpoint's optimizer"
             )
+        # Compare the classes and the state names, unless one of them is unknown
         for entry_name, current_entry in current_optimizer.items():
             saved_entry = saved_optimizer.get(entry_name)
             if None not in (saved_entry, current_entry) and saved_entry != current_entry:
@@ -124,7 +127,8 @@ class OptimizerState:
                     f"{saved_folder} contains the state of {_describe_optimizer(saved_optimizer)},"
                     f" but this run's optimizer is {_describe_optimizer(current_optimizer)}"
                 )
-        saved_scalars, saved_groups = state["optimizer"]["scalars"], state["optimizer"]["groups"]
+        saved_scalars = state["optimizer"]["scalars"]  # by parameter name
+        saved_groups = state["optimizer"]["groups"]  # changed settings of each parameter group
         saved_parameters = saved_scalars.keys() | {parameter_of(full_name) for full_name in stored_specs}
         if unknown_parameters := saved_parameters - parameter_shapes.keys():
             raise ValueError(
@@ -138,9 +142,10 @@ class OptimizerState:
                     " has a different shape or dtype than in this run"
                 )
         for full_name, (_, stored_shape) in stored_specs.items():
-            parameter = parameter_of(full_name)
-            is_reorderable = stored_shape == parameter_shapes[parameter] or math.prod(stored_shape) <= 1
-            if parameter in reordered and not is_reorderable:
+            parameter_name = parameter_of(full_name)
+            has_parameter_shape = stored_shape == parameter_shapes[parameter_name]
+            is_reorderable = has_parameter_shape or math.prod(stored_shape) <= 1  # one number has no order
+            if parameter_name in reordered and not is_reorderable:
                 raise ValueError(
                     f"the optimizer state {full_name} in {saved_folder}"
                     " can't be reordered to match the data's class order"
@@ -151,6 +156,7 @@ class OptimizerState:
                 f"{saved_folder} contains the state of {len(saved_groups)} parameter groups,"
                 f" but this run's optimizer has {group_count} parameter groups"
             )
+        # Under ZeRO, a local tensor contains a group's parameters, which then share their scalars
         for parameter_names in self.layout.parameter_names_by_tensor():
             scalars_in_tensor = [saved_scalars[name] for name in parameter_names if saved_scalars.get(name)]
             if any(parameter_scalars != scalars_in_tensor[0] for parameter_scalars in scalars_in_tensor):
@@ -170,28 +176,30 @@ class OptimizerState:
         layout, parameter_shapes = self.layout, self.layout.shapes()
         shaped_dtypes: dict[str, dict[str, torch.dtype]] = {}  # state name -> parameter name -> dtype
         for full_name, (dtype, shape) in sorted(specs.items()):
-            parameter, _, state_name = full_name.rpartition("/")
-            if shape == parameter_shapes[parameter]:
-                shaped_dtypes.setdefault(state_name, {})[parameter] = dtype
+            parameter_name, _, state_name = full_name.rpartition("/")
+            if shape == parameter_shapes[parameter_name]:
+                shaped_dtypes.setdefault(state_name, {})[parameter_name] = dtype
             else:
-                self._put_state(parameter, state_name, broadcast_from_main(full_name, shape, dtype))
+                self._put_state(parameter_name, state_name, broadcast_from_main(full_name, shape, dtype))
         for state_name, dtype_by_parameter in shaped_dtypes.items():
             local_tensors = layout.make_state(state_name, dtype_by_parameter)
 
-            def receive(parameter: str, state_name: str = state_name) -> Tensor:
-                dtype, shape = specs[f"{parameter}/{state_name}"]
-                return broadcast_from_main(f"{parameter}/{state_name}", shape, dtype)
+            def receive(parameter_name: str, state_name: str = state_name) -> Tensor:
+                dtype, shape = specs[f"{parameter_name}/{state_name}"]
+                return broadcast_from_main(f"{parameter_name}/{state_name}", shape, dtype)
 
             local_pieces = (
-                (parameter, local_piece)
-                for parameter, local_piece in layout.named_pieces(local_tensors)
-                if parameter in dtype_by_parameter
+                (parameter_name, local_piece)
+                for parameter_name, local_piece in layout.named_pieces(local_tensors)
+                if parameter_name in dtype_by_parameter
             )
             layout.fill_pieces(local_pieces, receive)
-        for parameter, saved_scalars in state["optimizer"]["scalars"].items():
+        for parameter_name, saved_scalars in state["optimizer"]["scalars"].items():
             for state_name, json_value in saved_scalars.items():
-                self._put_state(parameter, state_name, checkpoints.scalar_from_json(json_value))
-        param_groups, saved_groups = layout.script_optimizer.param_groups, state["optimizer"]["groups"]
+                self._put_state(parameter_name, state_name, checkpoints.scalar_from_json(json_value))
+        param_groups = layout.script_optimizer.param_groups
+        saved_groups = state["optimizer"]["groups"]
+        # The lists may differ in length if no group has changed settings, or if the trial was not needed
         for param_group, saved_settings, trial_settings in zip(
             param_groups, saved_groups, self.trial.changed_groups, strict=False
         ):
@@ -199,9 +207,10 @@ class OptimizerState:
                 setting_value = checkpoints.scalar_from_json(json_value)
                 param_group[setting_name] = _place_like(setting_value, trial_settings.get(setting_name))
 
-    def _put_state(self, parameter: str, state_name: str, state_value: Any) -> None:
-        trial_value = self.trial.state_by_parameter.get(parameter, {}).get(state_name)
-        self.layout.put_state(parameter, state_name, _place_like(state_value, trial_value))
+    def _put_state(self, parameter_name: str, state_name: str, state_value: Any) -> None:
+        """Set a parameter's state to a whole value, placed on the device or sharded as in the trial."""
+        trial_value = self.trial.state_by_parameter.get(parameter_name, {}).get(state_name)
+        self.layout.put_state(parameter_name, state_name, _place_like(state_value, trial_value))
 
 
 def _place_like(value: Any, trial_value: Any) -> Any:
@@ -215,19 +224,21 @@ def _place_like(value: Any, trial_value: Any) -> Any:
         from torch.distributed.tensor import DTensor, distribute_tensor
 
         assert isinstance(trial_value, DTensor)
+        # With src_data_rank=None, each rank takes its shard from its own copy of the value
         return distribute_tensor(value, trial_value.device_mesh, trial_value.placements, src_data_rank=None)
     return value.to(trial_value.device)
 
 
-def _all_to_json(scalar_by_name: dict[str, Any]) -> dict[str, Any]:
+def _scalars_to_json(scalar_by_name: dict[str, Any]) -> dict[str, Any]:
     return {scalar_name: checkpoints.scalar_to_json(scalar) for scalar_name, scalar in scalar_by_name.items()}
 
 
-def _is_array(state_value: Any) -> bool:
+def _is_nonscalar(state_value: Any) -> bool:
     return isinstance(state_value, Tensor) and state_value.ndim > 0
 
 
 def _describe_optimizer(optimizer_entry: dict[str, Any]) -> str:
+    """Return the class and state names in a manifest's optimizer entry, for an error message."""
     class_name = optimizer_entry.get("class") or "an optimizer"
     state_names = ", ".join(map(str, optimizer_entry.get("state") or ["none"]))
     return f"{class_name} ({state_names})"

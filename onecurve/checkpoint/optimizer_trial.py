@@ -99,7 +99,15 @@ def optimizer_class_name(optimizer: Optimizer) -> str:
 
 
 def _run_trial(layout: ParameterLayout, needs_bitwise: bool) -> OptimizerTrial:
-    names_by_group, whole_shapes = layout.parameter_names_by_group(), layout.shapes()
+    """Run the trial steps with small copies of the parameters, and compare sharded with whole updates.
+
+    Parameters of a group whose small copies have the same shape share one copy.
+
+    Raises:
+        ValueError: If the optimizer can't be used. The message states the reason.
+    """
+    names_by_group = layout.parameter_names_by_group()
+    whole_shapes = layout.shapes()
     if len(names_by_group) != len(layout.script_optimizer.param_groups):
         raise ValueError("DeepSpeed rebuilds this optimizer without its parameter groups")
     state_optimizer = innermost_optimizer(layout.script_optimizer)
@@ -112,9 +120,10 @@ def _run_trial(layout: ParameterLayout, needs_bitwise: bool) -> OptimizerTrial:
     small_shapes = {name: _limit_shape(shape, MAX_SMALL_DIMENSION) for name, shape in whole_shapes.items()}
     # For each group, one parameter name per distinct small shape
     name_by_shape_per_group = [{small_shapes[name]: name for name in names} for names in names_by_group]
-    drawn_shapes = [list(name_by_shape) for name_by_shape in name_by_shape_per_group]
+    distinct_shapes = [list(name_by_shape) for name_by_shape in name_by_shape_per_group]
     device = layout.local_tensors[0].device  # device of this rank's parameters
-    initial_values, *gradient_sets = _draw_tensors(drawn_shapes, 1 + TRIAL_STEP_COUNT, device)
+    initial_values, *gradient_sets = _draw_tensors(distinct_shapes, 1 + TRIAL_STEP_COUNT, device)
+    # State that the optimizer has created before its first step, as Adagrad does
     initial_states: dict[str, dict[str, Any]] = {}
     if state_optimizer.state:
         initial_states = dict(zip(layout.parameters, layout.local_states(), strict=False))
@@ -137,8 +146,8 @@ def _run_trial(layout: ParameterLayout, needs_bitwise: bool) -> OptimizerTrial:
     trial = OptimizerTrial(class_name, changed_groups=whole_copy.changed_groups())
     for group_index, parameter_names in enumerate(names_by_group):
         for parameter_name in parameter_names:
-            shape_index = drawn_shapes[group_index].index(small_shapes[parameter_name])
-            # ZeRO joins a group's parameters
+            shape_index = distinct_shapes[group_index].index(small_shapes[parameter_name])
+            # ZeRO joins a group's parameters into one flat parameter
             state_index = 0 if layout.has_flat_partitions else shape_index
             trial.state_by_parameter[parameter_name] = reference_copy.group_states(group_index)[state_index]
             whole_state = whole_copy.group_states(group_index)[shape_index]
@@ -168,14 +177,14 @@ class _OptimizerCopy:
             [nn.Parameter(initial_value.clone()) for initial_value in arrange(group_values)]
             for group_values in initial_values
         ]
-        self.optimizer = _copy_optimizer(layout.script_optimizer, {})
+        self.optimizer = _copy_optimizer(layout.script_optimizer, copied_objects={})
         for param_group, group_parameters in zip(self.optimizer.param_groups, self.parameters, strict=True):
-            param_group |= {"params": group_parameters, "lr": TRIAL_LEARNING_RATE}
+            param_group.update(params=group_parameters, lr=TRIAL_LEARNING_RATE)
 
     def set_initial_state(
         self, small_parameter: nn.Parameter, whole_state: dict[str, Any], whole_shape: Shape
     ) -> None:
-        """Set a small parameter's state to a slice of the original parameter's initial state."""
+        """Set a small parameter's state to the original parameter's initial state, cut to the small shape."""
         if whole_state:
             corner_slices = tuple(slice(dimension_size) for dimension_size in small_parameter.shape)
             small_state = dict(whole_state)
@@ -196,23 +205,31 @@ class _OptimizerCopy:
                 for parameter, gradient in zip(group_parameters, self.arrange(group_gradients), strict=True):
                     parameter.grad = gradient.clone()
             self.optimizer.step()
-        self._check_state(attributes_before)
+        self._require_storable_state(attributes_before)
 
     def group_states(self, group_index: int) -> list[dict[str, Any]]:
+        """Return the optimizer's state for each parameter in a group."""
         state_by_parameter = innermost_optimizer(self.optimizer).state
         return [state_by_parameter.get(parameter, {}) for parameter in self.parameters[group_index]]
 
     def changed_groups(self) -> list[dict[str, Any]]:
+        """Return each parameter group's settings that the trial steps have changed, such as a step count."""
         return changed_settings(self.optimizer.param_groups, self.layout.initial_settings)
 
     def flat_parameters(self, group_index: int) -> Tensor:
+        """Return a group's parameter values as one flat tensor. This method is collective for FSDP2."""
         whole_parameters = [
             parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
             for parameter in self.parameters[group_index]
         ]
         return torch.cat([parameter.detach().flatten() for parameter in whole_parameters])
 
-    def _check_state(self, attributes_before: dict[str, float]) -> None:
+    def _require_storable_state(self, attributes_before: dict[str, float]) -> None:
+        """Raise ValueError unless a checkpoint can store everything that the trial steps have changed.
+
+        Args:
+            attributes_before: Result of _numeric_attributes() before the steps.
+        """
         parameter_states: list[dict[str, Any]] = []
         for group_index in range(len(self.parameters)):
             parameter_states += self.group_states(group_index)
@@ -226,6 +243,7 @@ class _OptimizerCopy:
         for attribute_name, attribute_value in self._numeric_attributes().items():
             if attributes_before.get(attribute_name) != attribute_value:
                 raise ValueError(f"the optimizer stores {attribute_name} outside its state_dict()")
+        # innermost_optimizer() descends only through wrappers of one optimizer
         optimizer_attributes = vars(innermost_optimizer(self.optimizer)).values()
         extra_state_keys = self.optimizer.state_dict().keys() - {"state", "param_groups"}
         if extra_state_keys or any(isinstance(attribute, Optimizer) for attribute in optimizer_attributes):
@@ -235,6 +253,7 @@ class _OptimizerCopy:
             )
 
     def _numeric_attributes(self) -> dict[str, float]:
+        """Return the numbers that the optimizer stores as attributes, for example a step count."""
         attribute_items = vars(self.optimizer).items()
         return {attribute: number for attribute, number in attribute_items if type(number) in (int, float)}
 
@@ -245,14 +264,17 @@ def _check_updates(
     whole_copy: _OptimizerCopy,
     sharded_copies: list[_OptimizerCopy],
 ) -> None:
-    """Raise ValueError unless sharded and whole-parameter updates match up to rounding errors."""
+    """Raise ValueError unless sharded and whole-parameter updates match up to rounding errors.
+
+    The function also compares the parameter groups' settings, and checks ZeRO's requirements for the state.
+    """
     for group_index, group_values in enumerate(initial_values):
-        if not group_values:
+        if not group_values:  # the group contains no trained parameters
             continue
         flat_initial_values = torch.cat([initial_value.flatten() for initial_value in group_values])
         expected_values = whole_copy.flat_parameters(group_index)
         padded_values = torch.cat([shard_copy.flat_parameters(group_index) for shard_copy in sharded_copies])
-        sharded_values = padded_values[: len(expected_values)]
+        sharded_values = padded_values[: len(expected_values)]  # without the padding of ZeRO's last partition
         max_difference = (expected_values - sharded_values).abs().max()
         max_update = (expected_values - flat_initial_values).abs().max()
         # With `not`, NaN also raises the error.
@@ -268,7 +290,7 @@ def _check_updates(
             " but ZeRO-3 calls step() several times in each training step"
         )
     if layout.has_flat_partitions:
-        _check_flat_state(sharded_copies[0])
+        _require_splittable_state(sharded_copies[0])  # all copies have the same kinds of state
 
 
 def _check_bitwise(layout: ParameterLayout, shapes_by_group: list[list[Shape]]) -> None:
@@ -277,6 +299,7 @@ def _check_bitwise(layout: ParameterLayout, shapes_by_group: list[list[Shape]]) 
     The comparison covers many different shard lengths.
     """
     shard_arrangements = [partial(_split_into_shards, shard_count) for shard_count in SHARD_COUNTS]
+    # `list` keeps the parameters whole
     arrangements: list[Arrangement] = [list, *layout.arrangements(), *shard_arrangements]
     for max_dimension in ODD_DIMENSIONS:
         small_shapes = [
@@ -310,7 +333,7 @@ def _split_into_shards(shard_count: int, whole_tensors: list[Tensor]) -> list[Te
     return shards
 
 
-def _check_flat_state(partitioned_copy: _OptimizerCopy) -> None:
+def _require_splittable_state(partitioned_copy: _OptimizerCopy) -> None:
     """Raise ValueError unless ZeRO can split every non-scalar state tensor.
 
     ZeRO can split a state tensor that contains one fp32 value per parameter element.
@@ -343,6 +366,8 @@ def _draw_tensors(
 
 def _copy_optimizer(optimizer: Optimizer, copied_objects: dict[int, Any]) -> Optimizer:
     """Copy an optimizer without its parameters and state. copy.deepcopy would lose subclass attributes.
+
+    The copy has empty tensors instead of parameters, and an empty `state`.
 
     Args:
         optimizer: The optimizer, which may wrap a different optimizer.

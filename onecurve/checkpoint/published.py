@@ -25,7 +25,7 @@ KNOWN_MODEL_ARGUMENTS |= {"drop_rate", "drop_path_rate"}
 
 @dataclass(frozen=True)
 class PublishedModel:
-    """Description of a timm model in a folder: architecture, classes and data configuration."""
+    """Description of a timm model's published weights: architecture, classes and data configuration."""
 
     architecture: str
     class_count: int
@@ -37,6 +37,7 @@ class PublishedModel:
 
     @property
     def image_size(self) -> int:
+        """Edge length of the images in pixels."""
         return _edge_length(self.preprocessing_settings["input_size"])
 
     def preprocessing(self) -> dict[str, Any]:
@@ -81,6 +82,15 @@ def read_published(folder: Path) -> PublishedModel | None:
 
 
 def _parse_config(model_config: dict[str, Any], pretrained_config: dict[str, Any]) -> PublishedModel:
+    """Convert timm's configuration of published weights.
+
+    Args:
+        model_config: Content of config.json: the architecture, the number of classes and model arguments.
+        pretrained_config: timm's pretrained_cfg: preprocessing, and defaults for missing model settings.
+
+    Raises:
+        KeyError, TypeError, ValueError: If the configuration is malformed.
+    """
     label_names = model_config.get("label_names") or pretrained_config.get("label_names")
     test_input_size = pretrained_config.get("test_input_size")
     preprocessing_settings = {"input_size": (3, 224, 224)} | {
@@ -90,7 +100,7 @@ def _parse_config(model_config: dict[str, Any], pretrained_config: dict[str, Any
     for edge_argument in EDGE_LENGTH_ARGUMENTS:
         if edge_argument in model_arguments:
             model_arguments[edge_argument] = _edge_length(model_arguments[edge_argument])
-    if edge_pixels := model_arguments.get("img_size"):
+    if edge_pixels := model_arguments.get("img_size"):  # overrides the pretrained configuration
         preprocessing_settings["input_size"] = (3, edge_pixels, edge_pixels)
     return PublishedModel(
         architecture=model_config["architecture"],
@@ -109,7 +119,7 @@ def _edge_length(size_or_shape: Any) -> int:
 
 
 def published_from_name(name: str) -> PublishedModel:
-    """Return the description of the timm weights with this name.
+    """Return timm's description of the weights with this name, without downloading them.
 
     Raises:
         ValueError: If timm does not recognize the model name or the weight tag.
@@ -130,14 +140,14 @@ def published_class_names(published: PublishedModel) -> list[tuple[str, ...]] | 
     label_names = published.label_names
     if label_names and len(label_names) == published.class_count:
         known_descriptions = _synset_descriptions(ImageNetInfo("imagenet-22k"))
-        if known_descriptions.keys() >= {*label_names}:
-            return _add_descriptions(label_names, known_descriptions)
+        if known_descriptions.keys() >= {*label_names}:  # the class names are synsets, such as n01440764
+            return _list_synset_names(label_names, known_descriptions)
         return [(label_name,) for label_name in label_names]
     imagenet_subset_name = infer_imagenet_subset({"num_classes": published.class_count})
     if imagenet_subset_name is None:
         return None
     imagenet_info = ImageNetInfo(imagenet_subset_name)
-    return _add_descriptions(imagenet_info.label_names(), _synset_descriptions(imagenet_info))
+    return _list_synset_names(imagenet_info.label_names(), _synset_descriptions(imagenet_info))
 
 
 def stored_class_names(weight_file: Path) -> list[list[str]] | None:
@@ -156,17 +166,18 @@ def stored_class_names(weight_file: Path) -> list[list[str]] | None:
 
 
 def class_name_lists(published: PublishedModel) -> list[list[str]] | None:
-    """Return published_class_names() as lists, as TrainedModel stores the names."""
+    """Return all names of each class as lists, which JSON can store, or None if the names are unknown."""
     names_by_class = published_class_names(published)
     return None if names_by_class is None else [list(class_names) for class_names in names_by_class]
 
 
 def _synset_descriptions(imagenet_info: Any) -> dict[str, str]:
+    """Map synsets, such as n01440764, to descriptions, such as `tench, Tinca tinca`."""
     return imagenet_info.label_descriptions(as_dict=True)
 
 
-def _add_descriptions(synsets: list[str], description_by_synset: dict[str, str]) -> list[tuple[str, ...]]:
-    """Return each class's displayed name, synset, description, and first name in the description.
+def _list_synset_names(synsets: list[str], description_by_synset: dict[str, str]) -> list[tuple[str, ...]]:
+    """Return each class's names: displayed name, synset, description, and first name in the description.
 
     If several classes share a description, their displayed names also include the synset.
     """
@@ -182,10 +193,14 @@ def _add_descriptions(synsets: list[str], description_by_synset: dict[str, str])
 
 
 def download_from_hub(model_name: str) -> Path:
-    """Download a timm model's config.json and weights from the Hugging Face Hub, and return the folder.
+    """Download a timm model's config.json and weights from the Hugging Face Hub into the local Hub cache.
+
+    Returns:
+        The folder in the cache. If the Hub can't be reached, an earlier download is used.
 
     Raises:
-        ValueError: If timm has no weights for the model, or the Hub can't be reached.
+        ValueError: If timm has no weights for the model, or the Hub can't be reached and the cache does not
+            contain the model.
     """
     from huggingface_hub import snapshot_download
 

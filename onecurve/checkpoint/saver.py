@@ -66,6 +66,7 @@ class Saver:
         self.training, self.folder, self.keep_every = training, folder, keep_every
         self.manifest_entries, self.mirror = about, mirror
         self.executor = futures.ThreadPoolExecutor(max_workers=1, initializer=lower_priority)
+        # Allocate the snapshots in the background. The first save waits until they are allocated
         self.pending_futures = [self.executor.submit(training.allocate, training.expected_specs())]
         self.gathered_step: int | None = None  # step of the latest complete snapshots
         self.held_checkpoint: HeldCheckpoint | None = None
@@ -74,10 +75,11 @@ class Saver:
         self.problem: str | None = None  # error message of the first failed save
 
     def save(self, step: int, state: dict[str, Any], best: int | None, hold: bool = False) -> None:
-        """Take a snapshot and start writing the checkpoint. This method is collective.
+        """Wait for the previous save, take a snapshot, and start writing the checkpoint.
 
-        The new snapshot replaces any held snapshot. After a failed save, this method still takes snapshots
-        but writes no checkpoints, because other ranks may not have noticed the failure yet.
+        This method is collective. The background thread first gathers the snapshots and then writes the
+        checkpoint. The new snapshot replaces any held snapshot. After a failed save, this method still takes
+        snapshots but writes no checkpoints, because other ranks may not have noticed the failure yet.
 
         Args:
             step: Step of the checkpoint.
@@ -95,7 +97,10 @@ class Saver:
                 self.write_held()
 
     def write_held(self, after_s: float = 0.0) -> None:
-        """Start writing the held snapshot unless the last write began less than after_s seconds ago."""
+        """Start writing the held checkpoint unless the last write began less than after_s seconds ago.
+
+        The write runs in the background. After a failed save, this method writes nothing.
+        """
         if self.held_checkpoint and not self.problem and self.since_write_s() >= after_s:
             self.pending_futures.append(self.executor.submit(self._write_checkpoint, *self.held_checkpoint))
             self.held_checkpoint = None
@@ -111,7 +116,10 @@ class Saver:
             heartbeat()
 
     def wait_up_to(self, wait_s: float) -> bool:
-        """Wait up to wait_s seconds for the current save. Return False if the save is still in progress."""
+        """Wait up to wait_s seconds for the current save. Return False if the save is still in progress.
+
+        The save stops pausing for training, and runs at full speed until the next snapshot.
+        """
         self.training.gatherer.pauses_disabled.set()
         _, unfinished_futures = futures.wait(self.pending_futures, wait_s)
         if not unfinished_futures:
@@ -121,6 +129,7 @@ class Saver:
         return not self.pending_futures
 
     def _gather_snapshots(self, step: int) -> None:
+        """Complete the main process's snapshots in the background thread, or record the failure."""
         try:
             self.training.gather()
             self.gathered_step = step
@@ -131,15 +140,21 @@ class Saver:
     def _write_checkpoint(
         self, step: int, snapshots: dict[str, Snapshot], state: dict[str, Any], best_step: int | None
     ) -> None:
+        """Write a checkpoint in the background thread, offer it to the mirror, and remove old checkpoints.
+
+        Without a complete snapshot of this step, or after a takeover of the folder, nothing is written. An
+        OSError is recorded in `problem`.
+        """
         assert self.folder, "only the main process writes checkpoints"
         checkpoints_folder = self.folder / "checkpoints"
         try:
-            if self.gathered_step != step:
+            if self.gathered_step != step:  # the gather failed
                 return
             for metrics_file in files_inside(self.folder, "metrics.jsonl"):
                 sync(metrics_file)  # the log on disk must never be older than the checkpoint
             if self.takeover_error():
                 return
+            # A run that resumed from an earlier step may write the same step again
             if os.path.lexists(checkpoints_folder / step_name(step)):
                 checkpoints.remove_checkpoint(checkpoints_folder / step_name(step))
             checkpoints.write_checkpoint(checkpoints_folder, step, snapshots, state, self.manifest_entries)
@@ -147,13 +162,13 @@ class Saver:
             if self.takeover_error():  # another run took over the folder during the write
                 return
             checkpoints.write_step_index(checkpoints_folder, step, best_step)
-            steps_to_upload = set()
+            upload_steps = set()
             if self.mirror:
                 self.mirror.offer(step, best_step)
-                steps_to_upload = self.mirror.steps_needed_on_disk()
+                upload_steps = self.mirror.steps_needed_on_disk()
             saved_steps = {saved_step for saved_step in steps_in(checkpoints_folder) if saved_step <= step}
             kept_steps = steps_to_keep(saved_steps, best_step, self.keep_every)
-            for old_step in saved_steps - kept_steps - steps_to_upload:
+            for old_step in saved_steps - kept_steps - upload_steps:
                 _try_to_remove_checkpoint(checkpoints_folder / step_name(old_step))
         except OSError as error:
             error_text, free_space_text = error.strerror or error, describe_free_space(self.folder, error)
@@ -179,7 +194,7 @@ class Saver:
 def _try_to_remove_checkpoint(old_checkpoint: Path) -> None:
     """Remove an old checkpoint, or print a warning if some of its files can't be removed.
 
-    A later call removes the remaining files, for example files that were open over NFS.
+    The next start of the run removes the remaining files, for example files that were open over NFS.
     """
     try:
         checkpoints.remove_checkpoint(old_checkpoint)

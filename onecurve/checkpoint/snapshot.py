@@ -32,7 +32,8 @@ class Snapshot:
     Args:
         specs: Each tensor's dtype and shape, by tensor name.
         pinned: True to page-lock the buffer, which requires CUDA.
-        pause: Function called after each chunk of a write, with the chunk's CPU time in seconds.
+        pause: Function that may sleep, called after each chunk of a write with the chunk's CPU time in
+            seconds.
     """
 
     def __init__(self, specs: Specs, pinned: bool, pause: Callable[[float], None] = lambda _: None):
@@ -46,8 +47,9 @@ class Snapshot:
             # finalize() keeps the buffer alive until it is unpinned. At process exit, the driver unpins the
             # buffer.
             weakref.finalize(self, _unlock_pages, self.buffer).atexit = False
-        self.views: dict[str, Tensor] = {}
-        file_header, tensor_start_byte = {}, 0
+        self.views: dict[str, Tensor] = {}  # each tensor as a view of the buffer
+        file_header: dict[str, Any] = {}
+        tensor_start_byte = 0
         item_bytes_by_tensor = {tensor_name: dtype.itemsize for tensor_name, (dtype, _) in specs.items()}
         # Sorting by item size aligns each tensor to its item size.
         for tensor_name in sorted(specs, key=item_bytes_by_tensor.__getitem__, reverse=True):
@@ -69,16 +71,21 @@ class Snapshot:
         return write_chunks(path, self._chunks())
 
     def _chunks(self) -> Iterator[bytes | memoryview]:
+        """Yield the file's header and the buffer's chunks, and call pause() after each written chunk."""
         yield self.header_bytes
         buffer_bytes = self.buffer.numpy().data
         for chunk_start in range(0, len(buffer_bytes), CHUNK_BYTES):
             chunk_began_s = time.thread_time()
             yield buffer_bytes[chunk_start : chunk_start + CHUNK_BYTES]
+            # CPU time in which the caller has written and hashed the chunk
             self.pause(time.thread_time() - chunk_began_s)
 
 
 def _allocate_pages(byte_count: int) -> Tensor:
-    """Allocate a uint8 tensor of `byte_count` bytes in memory pages that contain nothing else."""
+    """Allocate a uint8 tensor of `byte_count` bytes in memory pages that contain nothing else.
+
+    One additional page allows for the alignment of the start, and the other for the rest of the last page.
+    """
     unaligned_buffer = torch.empty(byte_count + 2 * mmap.PAGESIZE, dtype=torch.uint8)
     first_page_start = -unaligned_buffer.data_ptr() % mmap.PAGESIZE
     return unaligned_buffer[first_page_start : first_page_start + byte_count]
@@ -98,12 +105,14 @@ def _lock_pages(buffer: Tensor) -> None:
 
 
 def _unlock_pages(buffer: Tensor) -> None:
+    """Undo _lock_pages(), so that the buffer's memory can be freed."""
     torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
 
 
 def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Write and sync a file. Return the file's size in bytes and its SHA-256, for the manifest."""
-    file_digest, written_bytes = hashlib.sha256(), 0
+    file_digest = hashlib.sha256()
+    written_bytes = 0
     with open(path, "wb") as output_file:
         for chunk in chunks:
             output_file.write(chunk)

@@ -67,7 +67,7 @@ class TrainingState:
     # --- Save
 
     def expected_specs(self) -> dict[str, Specs]:
-        """Return the dtypes and shapes of all tensors, by file name.
+        """Return the dtypes and shapes of the tensors that checkpoints will contain, by file name.
 
         Only the main thread may call this method, because that thread may change modules at any time.
         """
@@ -77,12 +77,15 @@ class TrainingState:
         """Allocate the snapshots before they are first taken, because allocation takes longer than copying.
 
         Any thread may call this method. The saver's thread calls this method first.
+
+        Args:
+            specs_by_file: Result of expected_specs().
         """
         if self.accelerator.device.type == "cuda":  # a new thread uses the host's first GPU by default
             # In a single-process job, the device's index is None.
             torch.cuda.set_device(self.accelerator.device.index or 0)
         for file_name, specs in specs_by_file.items():
-            self._snapshot_for(file_name, specs).buffer.zero_()
+            self._snapshot_for(file_name, specs).buffer.zero_()  # makes the OS map all pages now
 
     @torch.no_grad()
     def take_snapshots(self) -> dict[str, Snapshot]:
@@ -106,9 +109,9 @@ class TrainingState:
             snapshot = self._snapshot_for(file_name, specs_by_file[file_name])
             snapshot_views = self.gatherer.local_views(snapshot)
             for tensor_name, piece in named_pieces:
-                if tensor_name in snapshot_views:
+                if tensor_name in snapshot_views:  # otherwise, a different rank sends this piece
                     snapshot_views[tensor_name].view(piece.shape).copy_(piece, non_blocking=True)
-        self.gatherer.pauses_disabled.clear()
+        self.gatherer.pauses_disabled.clear()  # training continues, so the save must leave time for it
         if self.accelerator.device.type == "cuda":
             self.copy_event = torch.cuda.Event()
             self.copy_event.record()
@@ -124,6 +127,7 @@ class TrainingState:
         self.gatherer.complete_snapshots(self.snapshots)
 
     def wait_until_copied(self) -> None:
+        """Block until the device has finished the copies that take_snapshots() queued."""
         if self.copy_event:
             self.copy_event.synchronize()
 
@@ -146,13 +150,13 @@ class TrainingState:
         return {"optimizer": self.optimizer.manifest_entry()}
 
     def _specs_by_file(self, optimizer_specs: Specs) -> dict[str, Specs]:
-        """Return the dtypes and shapes of all tensors, by file name.
+        """Return the dtypes and shapes of a checkpoint's tensors, by file name.
 
         Args:
             optimizer_specs: Dtypes and shapes of the optimizer's tensors.
         """
         parameter_specs = {
-            parameter: (torch.float32, shape) for parameter, shape in self.gatherer.shapes.items()
+            parameter_name: (torch.float32, shape) for parameter_name, shape in self.gatherer.shapes.items()
         }
         buffer_specs = {
             buffer_name: (_dtype_in_file(buffer.dtype), tuple(buffer.shape))
@@ -165,9 +169,9 @@ class TrainingState:
         return specs_by_file
 
     def _snapshot_for(self, file_name: str, whole_specs: Specs) -> Snapshot:
-        """Return the snapshot of this rank's tensor pieces in the file.
+        """Return the snapshot of this rank's tensor pieces in the file, and create it if necessary.
 
-        If dtypes or shapes have changed, this method creates a new snapshot.
+        If dtypes or shapes have changed, a new snapshot replaces the previous one.
         """
         local_specs = self.gatherer.local_specs(whole_specs)
         snapshot = self.snapshots.get(file_name)
@@ -179,7 +183,10 @@ class TrainingState:
     # --- Restore
 
     def check(self, checkpoint: Checkpoint) -> None:
-        """Raise ValueError unless the checkpoint's class names, tensor names and shapes match this run's."""
+        """Raise ValueError unless the checkpoint's class names, tensor names and shapes match this run's.
+
+        Both must use an EMA, or neither. The optimizer's state is not checked.
+        """
         self.row_orders(checkpoint)  # raises ValueError if the class names do not match
         checkpoint_folder = checkpoint.folder
         buffer_shapes = {name: tuple(buffer.shape) for name, buffer in self.layout.buffers().items()}
@@ -192,7 +199,9 @@ class TrainingState:
             TensorFile(checkpoint_folder / checkpoints.EMA_FILE).require_shapes(model_shapes)
 
     def match(self, checkpoint: Checkpoint) -> ClassMatch:
-        """Match this run's classes to the checkpoint's.
+        """Match this run's classes, by name, to the head rows of the checkpoint.
+
+        The classes may be in a different order.
 
         Raises:
             ValueError: If the run's class names differ from the checkpoint's.
@@ -217,6 +226,9 @@ class TrainingState:
         """Map each head parameter's name to the checkpoint's row index for each class.
 
         If the checkpoint and this run have the same class order, the result is {}.
+
+        Raises:
+            ValueError: If the class names differ, or the model has no head that can be reordered.
         """
         class_match = self.match(checkpoint)
         if class_match.is_identity:
@@ -225,10 +237,10 @@ class TrainingState:
 
         head_layer_names = head_layers(self.layout.module)
         head_shapes: dict[str, tuple[int, ...]] = {}
-        for parameter, shape in self.gatherer.shapes.items():
-            layer_name, _, _ = parameter.rpartition(".")
+        for parameter_name, shape in self.gatherer.shapes.items():
+            layer_name, _, _ = parameter_name.rpartition(".")
             if layer_name in head_layer_names:
-                head_shapes[parameter] = shape
+                head_shapes[parameter_name] = shape
         class_count = len(self.classes)
         if not head_shapes or any(shape[:1] != (class_count,) for shape in head_shapes.values()):
             raise ValueError(
@@ -274,7 +286,10 @@ class TrainingState:
         self._restore_model(checkpoint, checkpoints.EMA_FILE if self.ema else checkpoints.MODEL_FILE)
 
     def _restore_model(self, checkpoint: Checkpoint | None, weight_file_name: str) -> None:
-        """Restore the model's parameters from the given file, and its buffers from the raw weights' file."""
+        """Restore the model's parameters from the given file, and its buffers from the raw weights' file.
+
+        This method is collective.
+        """
         layout = self.layout
         broadcast_from_main, _ = self._open_broadcaster(checkpoint, checkpoints.MODEL_FILE)
         for buffer_name, buffer in layout.buffers().items():
@@ -303,9 +318,9 @@ class TrainingState:
         ) -> Tensor:
             if tensor_file:
                 stored_tensor = tensor_file.read_tensor(tensor_name)
-                parameter, _, _ = tensor_name.partition("/")
-                if parameter in row_orders and stored_tensor.shape == parameter_shapes[parameter]:
-                    stored_tensor = stored_tensor[row_orders[parameter]]
+                parameter_name, _, _ = tensor_name.partition("/")  # optimizer state is <parameter>/<state>
+                if parameter_name in row_orders and stored_tensor.shape == parameter_shapes[parameter_name]:
+                    stored_tensor = stored_tensor[row_orders[parameter_name]]
                 return broadcast(stored_tensor.to(device, dtype))
             received_shape = parameter_shapes[tensor_name] if tensor_shape is None else tensor_shape
             return broadcast(torch.empty(received_shape, dtype=dtype, device=device))
@@ -319,25 +334,30 @@ class TrainingState:
 
         Without fp16, the result is None.
         """
-        zero_scale, grad_scaler = deepspeed_.zero_loss_scale(self.layout.optimizer), self.accelerator.scaler
+        zero_scale = deepspeed_.zero_loss_scale(self.layout.optimizer)
+        grad_scaler = self.accelerator.scaler
         if zero_scale is None and grad_scaler is None:
             return None
-        loss_scale, good_steps = zero_scale or torch_.loss_scale(grad_scaler)
-        return {"scale": loss_scale, "good_steps": good_steps}
+        loss_scale, steps_since_overflow = zero_scale or torch_.loss_scale(grad_scaler)
+        return {"scale": loss_scale, "good_steps": steps_since_overflow}
 
     def _set_loss_scale(self, saved_scale: dict[str, float] | None) -> None:
-        """Restore the loss scale, which may have been saved under a different strategy.
+        """Restore the fp16 loss scale, which may have been saved under a different strategy.
 
         Only the loss scale's growth rate depends on the strategy.
+
+        Args:
+            saved_scale: Result of _loss_scale(), or None if the saved run did not use fp16.
         """
         if saved_scale is None:
             return
-        loss_scale, good_steps = saved_scale["scale"], int(saved_scale["good_steps"])
+        loss_scale, steps_since_overflow = saved_scale["scale"], int(saved_scale["good_steps"])
         if deepspeed_.zero_loss_scale(self.layout.optimizer):
-            deepspeed_.set_zero_loss_scale(self.layout.optimizer, loss_scale, good_steps)
+            deepspeed_.set_zero_loss_scale(self.layout.optimizer, loss_scale, steps_since_overflow)
         elif self.accelerator.scaler is not None:
-            torch_.set_loss_scale(self.accelerator.scaler, loss_scale, good_steps)
+            torch_.set_loss_scale(self.accelerator.scaler, loss_scale, steps_since_overflow)
 
 
-def _dtype_in_file(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.is_floating_point else dtype
+def _dtype_in_file(buffer_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype with which checkpoints store a buffer, which is fp32 for any floating-point buffer."""
+    return torch.float32 if buffer_dtype.is_floating_point else buffer_dtype

@@ -7,12 +7,11 @@ patches differs, and the patch embedding if the patch size differs.
 import contextlib
 import dataclasses
 import re
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +21,6 @@ from torch import nn
 
 from onecurve.checkpoint.format import (
     EMA_FILE,
-    INDEX_FILE,
-    JSON_LIMIT_BYTES,
     MANIFEST_FILE,
     MODEL_FILE,
     STATE_FILE,
@@ -31,9 +28,8 @@ from onecurve.checkpoint.format import (
     TensorFile,
     best_checkpoint_folder,
     newest,
-    parse_step_index,
+    open_weight_file,
     step_from_name,
-    step_name,
     steps_in,
     verify_checkpoint,
 )
@@ -59,26 +55,16 @@ from onecurve.system.paths import shortest
 from onecurve.system.text import plural, printable
 from onecurve.system.threads import Heartbeat
 
-if TYPE_CHECKING:  # imported lazily at runtime
-    from onecurve.system.s3 import ObjectStore
-
-# Python code of a command that converts a pickle file to safetensors. Only the user runs this command, never
-# onecurve. timm prefers averaged weights in a checkpoint, and allows torch to load only tensors.
-PICKLE_CONVERSION_CODE = (
-    "import sys; from timm.models import load_state_dict as load; from safetensors.torch import save_file;"
-    " save_file({n: t.clone().contiguous() for n, t in load(sys.argv[1]).items()}, sys.argv[2])"
-)
 REPORTS_ROOT = Path("validation")  # folder for reports about models outside run folders
-TRAINED_BY_KEY = "trained_by"  # key in config.json files written by export.py
-PICKLE_PREFIXES = (b"PK", b"\x80")  # first bytes of files in torch's new and old pickle formats
+TRAINED_BY_KEY = "trained_by"  # config.json entry in which export.py describes the training run
 _opened_weight_files: dict[str, TensorFile] = {}  # by path, opened by find_model() and not loaded yet
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """Model weights on the local disk, with metadata from the checkpoint's manifest.
+    """Model weights on the local disk, with metadata from the checkpoint's manifest or from config.json.
 
-    For a weight file without a manifest, only the first three fields and possibly `classes` are set.
+    For a weight file without a manifest or a config.json, only the first three fields are set.
     """
 
     weights: str  # path of the weight file on the local disk
@@ -123,20 +109,26 @@ def find_model(location: str, which: str, scratch_folder: Path, heartbeat: Heart
         steps_before = steps_in(Path(location) / "checkpoints")
         try:
             trained_model = _find_model_once(location, which, scratch_folder, heartbeat)
-            _opened_weight_files[trained_model.weights] = _open_weights(Path(trained_model.weights))
+            _opened_weight_files[trained_model.weights] = open_weight_file(Path(trained_model.weights))
             return trained_model
         except ValueError:
             if steps_before == steps_in(Path(location) / "checkpoints"):
-                raise
+                raise  # the run has not replaced its checkpoint
 
 
 def _find_model_once(location: str, which: str, scratch_folder: Path, heartbeat: Heartbeat) -> TrainedModel:
+    """Find the model at a location, which a run in progress may change during the search.
+
+    A model in S3 is downloaded to the scratch folder.
+    """
     if location.startswith("s3://"):
+        from onecurve.checkpoint.mirror import download_selected_checkpoint
         from onecurve.system.s3 import ObjectStore
 
         store = ObjectStore(location)
-        downloaded_checkpoint = _download_checkpoint(store, which, scratch_folder, heartbeat)
-        reports_folder = REPORTS_ROOT / store.url.rpartition("/")[-1]
+        downloaded_checkpoint = download_selected_checkpoint(store, which, scratch_folder, heartbeat)
+        _, _, run_name = store.url.rpartition("/")
+        reports_folder = REPORTS_ROOT / run_name
         displayed_name = f"{store.url}/checkpoints/{downloaded_checkpoint.folder.name}"
         weight_name = _preferred_file_name(downloaded_checkpoint)
         return _model_in_checkpoint(downloaded_checkpoint, reports_folder, displayed_name, weight_name)
@@ -153,6 +145,7 @@ def _find_model_once(location: str, which: str, scratch_folder: Path, heartbeat:
 
 
 def _single_file_model(weight_file: Path) -> TrainedModel:
+    """Return the model in a single weight file, with class names from a config.json in the same folder."""
     names_by_class = stored_class_names(weight_file) or None
     classes = [displayed_name for displayed_name, *_ in names_by_class] if names_by_class else None
     weights, reports = str(weight_file), str(REPORTS_ROOT / weight_file.stem)
@@ -163,20 +156,22 @@ def _locate_weights(location: Path, which: str, heartbeat: Heartbeat) -> tuple[P
     """Return the weight file at a local path, and the verified checkpoint that contains it, or None.
 
     Args:
+        location: Weight file, checkpoint folder, run folder, or folder with a MODEL_FILE.
         which: Checkpoint to select from a run. `any` selects the best checkpoint, or the newest intact
             checkpoint if the best checkpoint is missing.
     """
     if not location.exists():
         raise ValueError(f"{location} does not exist")
     if not location.is_dir():
-        if step_from_name(location.parent.name) is not None and (location.parent / MANIFEST_FILE).exists():
+        is_in_step_folder = step_from_name(location.parent.name) is not None
+        if is_in_step_folder and (location.parent / MANIFEST_FILE).exists():
             return location, verify_checkpoint(location.parent, heartbeat)
         return location, None
     if step_from_name(location.name) is not None or (location / MANIFEST_FILE).exists():
         checkpoint = verify_checkpoint(location, heartbeat)
     elif steps_in(location / "checkpoints"):  # the path is a run folder
         checkpoint = _checkpoint_of_run(location, which, heartbeat)
-    elif (location / MODEL_FILE).exists():
+    elif (location / MODEL_FILE).exists():  # the folder was written by export.py or for the Hub
         return location / MODEL_FILE, None
     else:
         raise ValueError(
@@ -208,25 +203,33 @@ def _hub_model(folder: Path) -> TrainedModel | None:
     if published is None or TRAINED_BY_KEY in read_json(folder / CONFIG_FILE):
         return None
     trained_model = TrainedModel(str(folder / MODEL_FILE), shortest(folder), str(REPORTS_ROOT / folder.name))
-    return _describe_published(trained_model, published)
+    return _add_published_metadata(trained_model, published)
 
 
-def as_timm_model(trained: TrainedModel, name: str) -> TrainedModel:
-    """Describe a weight file as a timm model. Raise ValueError if the model predicts no classes."""
-    class_count = _stored_class_count(_opened_weight_files[trained.weights], head_names(name))
-    published = dataclasses.replace(published_from_name(name), class_count=class_count)
-    return _describe_published(trained, published)
+def as_timm_model(trained: TrainedModel, timm_name: str) -> TrainedModel:
+    """Return a weight file's model with the metadata of a timm model. Call find_model() first.
+
+    Raises:
+        ValueError: If timm does not know the name, or the model predicts no classes.
+    """
+    class_count = _stored_class_count(_opened_weight_files[trained.weights], head_names(timm_name))
+    published = dataclasses.replace(published_from_name(timm_name), class_count=class_count)
+    return _add_published_metadata(trained, published)
 
 
-def _stored_class_count(tensor_file: TensorFile, heads: Sequence[str]) -> int:
-    """Return the number of classes in a weight file's first head, or 0 without a head."""
-    first_weight_name = f"{tensor_file.wrapper_prefix()}{heads[0]}.weight"
+def _stored_class_count(tensor_file: TensorFile, head_layer_names: Sequence[str]) -> int:
+    """Return the number of classes (rows) in a weight file's first head, or 0 without a head."""
+    first_weight_name = f"{tensor_file.wrapper_prefix()}{head_layer_names[0]}.weight"
     class_count, *_ = tensor_file.shapes().get(first_weight_name) or (0,)
     return class_count
 
 
-def _describe_published(trained: TrainedModel, published: PublishedModel) -> TrainedModel:
-    """Describe weights published by timm as a model that train_vit.py can build."""
+def _add_published_metadata(trained: TrainedModel, published: PublishedModel) -> TrainedModel:
+    """Return the model with the script, recipe and metadata that train_vit.py needs to build a timm model.
+
+    Raises:
+        ValueError: If the model has no head, or train_vit.py can't build it.
+    """
     if not published.class_count:
         raise ValueError(
             f"{trained.name} has no classification head, so the model can't predict classes."
@@ -260,6 +263,8 @@ def open_script(
 ) -> tuple[ModuleType, ImageRecipe, Path]:
     """Return the train script's module, the model's recipe as changed by the flags, and the script's file.
 
+    Loading the script runs its top-level code, but not its main().
+
     Args:
         trained: The trained model.
         script_file: The script's file. The default is the project's script named in the manifest.
@@ -286,9 +291,10 @@ def open_script(
         raise ValueError(f"{trained.name}: {error}") from None
 
 
-def load_trained(model: nn.Module, file: Path) -> None:
+def load_trained(model: nn.Module, weight_file: Path) -> None:
     """Copy weights from a file into a model. Raise ValueError if tensor names or shapes differ."""
-    tensor_file = _opened_weight_files.pop(str(file), None) or TensorFile(file)
+    # The file that find_model() opened is the one that it verified
+    tensor_file = _opened_weight_files.pop(str(weight_file), None) or TensorFile(weight_file)
     model_state = model.state_dict()
     tensor_file.require_shapes({name: tuple(tensor.shape) for name, tensor in model_state.items()})
     model.load_state_dict({tensor_name: tensor_file.read_tensor(tensor_name) for tensor_name in model_state})
@@ -320,15 +326,19 @@ def load_everywhere(
 ) -> None:
     """Call load(model) on the main process, and copy the weights to every rank's device.
 
-    This function is collective.
+    This function is collective. It moves the model to the device in channels_last memory format.
+
+    Raises:
+        ValueError: On every rank, if load() raises ValueError.
     """
     once(accelerator, "weights", lambda _: load(model), timeout_s)
     model.to(accelerator.device)
-    broadcast(model.state_dict())
+    broadcast(model.state_dict())  # in place, because the state dict shares the model's memory
     model.to(memory_format=torch.channels_last)
 
 
 def _checkpoint_of_run(run_folder: Path, which: str, heartbeat: Heartbeat) -> Checkpoint:
+    """Verify and return a run's checkpoint selected by `which`. `any` prefers the best checkpoint."""
     checkpoints_folder = run_folder / "checkpoints"
     best_folder = best_checkpoint_folder(checkpoints_folder) if which != "latest" else None
     if best_folder:
@@ -348,43 +358,14 @@ def _preferred_file_name(checkpoint: Checkpoint) -> str:
     return EMA_FILE if EMA_FILE in checkpoint.manifest["files"] else MODEL_FILE
 
 
-def _download_checkpoint(
-    store: "ObjectStore", which: str, scratch_folder: Path, heartbeat: Heartbeat
-) -> Checkpoint:
-    """Download a run's best checkpoint from S3, or the newest intact checkpoint if `which` is `latest`."""
-    from onecurve.checkpoint.mirror import fetch_checkpoint, fetch_newest
-
-    if which == "latest":
-        step = fetch_newest(store, scratch_folder, newer_than=-1, heartbeat=heartbeat)
-        if step is None:
-            raise ValueError(f"{store.url} contains no checkpoints. Pass the S3 prefix of a run.")
-    else:
-        index_key = f"checkpoints/{INDEX_FILE}"
-        index_bytes = store.read(index_key, JSON_LIMIT_BYTES)
-        if index_bytes is None:
-            raise ValueError(
-                f"{store.url} does not contain a run: {index_key} is missing. Pass the S3 prefix of a run."
-            )
-        step = parse_step_index(index_bytes, f"{store.url}/{index_key}").get("best")
-        if step is None:
-            raise ValueError(
-                f"{store.url} does not contain the run's best checkpoint."
-                " Use --which latest to select the newest checkpoint."
-            )
-        try:
-            fetch_checkpoint(store, step, scratch_folder, heartbeat)
-        except ValueError:
-            if store.read(index_key, JSON_LIMIT_BYTES) == index_bytes:
-                raise
-            # A run in progress has replaced the checkpoint
-            return _download_checkpoint(store, which, scratch_folder, heartbeat)
-    return verify_checkpoint(scratch_folder / step_name(step), heartbeat)
-
-
 def _model_in_checkpoint(
     checkpoint: Checkpoint, reports_folder: Path, displayed_name: str, weight_file_name: str
 ) -> TrainedModel:
-    """Return the model in a verified checkpoint's weight file."""
+    """Return the model in a verified checkpoint's weight file, described by manifest.json and state.json.
+
+    Raises:
+        ValueError: If the file contains no weights, or the manifest does not describe a training run.
+    """
     manifest = checkpoint.manifest
     if weight_file_name not in (EMA_FILE, MODEL_FILE) or weight_file_name not in manifest["files"]:
         raise ValueError(
@@ -398,62 +379,81 @@ def _model_in_checkpoint(
             f"{displayed_name}/{MANIFEST_FILE} does not describe a training run,"
             " so the checkpoint was not written by a train script"
         )
-    weight_path, accuracy = str(checkpoint.folder / weight_file_name), None
+    accuracy = None
     is_raw_weight_file = EMA_FILE in manifest["files"] and weight_file_name == MODEL_FILE
     metric_name = "raw_accuracy" if is_raw_weight_file else "accuracy"
     # state.json may not have been written by a run
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         run_state = read_json(checkpoint.folder / STATE_FILE)
         accuracy = float(run_state["last"][metric_name]) if run_state["evaluated"] else None
-    model_name, reports_path = f"{displayed_name}/{weight_file_name}", str(reports_folder)
-    classes = [printable(class_name) for class_name in classes]
-    training_facts = script, recipe, classes, accuracy, manifest.get("cropped"), manifest.get("preprocessing")
-    return TrainedModel(weight_path, model_name, reports_path, checkpoint.step, *training_facts)
+    return TrainedModel(
+        weights=str(checkpoint.folder / weight_file_name),
+        name=f"{displayed_name}/{weight_file_name}",
+        reports=str(reports_folder),
+        step=checkpoint.step,
+        script=script,
+        recipe=recipe,
+        classes=[printable(class_name) for class_name in classes],
+        accuracy=accuracy,
+        cropped=manifest.get("cropped"),
+        preprocessing=manifest.get("preprocessing"),
+    )
 
 
 # --- Fine-tuning
 
 
-def pretrained_model(name: str, classes: int, **options: Any) -> nn.Module:
-    """Build the model with Hugging Face Hub weights. A different number of classes requires a new head.
+def pretrained_model(timm_name: str, class_count: int, **options: Any) -> nn.Module:
+    """Build a timm model with pretrained weights, which are downloaded from the Hugging Face Hub or cached.
+
+    If the weights have a different number of classes, the model has a new head.
+
+    Args:
+        timm_name: timm model name.
+        class_count: Number of classes.
+        options: Keyword arguments of the model's constructor.
 
     Raises:
         ValueError: If timm has no weights for the model, or the Hub can't be reached.
     """
     import timm
 
-    pretrained_config = timm.get_pretrained_cfg(name)
+    pretrained_config = timm.get_pretrained_cfg(timm_name)
     if pretrained_config is None or not pretrained_config.has_weights:
         raise ValueError(
-            f"--pretrained: timm provides no weights for --model {name}."
+            f"--pretrained: timm provides no weights for --model {timm_name}."
             " Choose a different model, or load a file with --weights FILE."
         )
-    problem = check_hub_or_go_offline()
+    hub_problem = check_hub_or_go_offline()
     try:
-        return timm.create_model(name, pretrained=True, num_classes=classes, **options)
+        return timm.create_model(timm_name, pretrained=True, num_classes=class_count, **options)
     except OSError as error:
-        hub_id, file_name = pretrained_config.hf_hub_id, pretrained_config.hf_hub_filename or MODEL_FILE
+        hub_id = pretrained_config.hf_hub_id
+        file_name = pretrained_config.hf_hub_filename or MODEL_FILE
         download_advice = f"run `hf download {hub_id} {file_name} --local-dir .`"
         if not hub_id:
             download_advice = f"download {pretrained_config.url}"
         raise ValueError(
-            f"--pretrained: the Hub can't be reached ({problem or error}). On a machine with internet access,"
-            f" {download_advice}. Then copy the file to this machine and use --weights {file_name}."
+            f"--pretrained: the Hub can't be reached ({hub_problem or error})."
+            f" On a machine with internet access, {download_advice}."
+            f" Then copy the file to this machine and use --weights {file_name}."
         ) from None
 
 
 def model_with_weights(
-    name: str, location: Path, classes: int, names: Sequence[str] = (), **options: Any
+    timm_name: str, location: Path, class_count: int, class_names: Sequence[str] = (), **options: Any
 ) -> nn.Module:
-    """Build the model with saved weights. The head keeps the rows of all classes in the file.
+    """Build a timm model with saved weights, and log how the weights were adapted.
+
+    The head keeps the rows of classes that the file contains, by name. Other classes get new rows.
 
     Args:
-        name: timm model name.
+        timm_name: timm model name.
         location: Safetensors file, checkpoint folder or run folder. A run folder selects the best checkpoint.
             A checkpoint folder selects the EMA if the checkpoint contains one.
-        classes: Number of classes.
-        names: Class names. If these names or the file's class names are unknown, the head is kept only if
-            both have the same number of classes.
+        class_count: Number of classes.
+        class_names: The data's class names. If these names or the file's class names are unknown, the head
+            is kept only if both have the same number of classes.
         options: Keyword arguments of the model's constructor.
 
     Raises:
@@ -464,98 +464,116 @@ def model_with_weights(
 
     try:
         weight_file, checkpoint = _locate_weights(location, "any", lambda: None)
-        tensor_file = _open_weights(weight_file)
+        tensor_file = open_weight_file(weight_file)
     except ValueError as error:
         raise ValueError(f"--weights {error}") from None
-    preprocessing, heads = _stored_preprocessing(name, location, checkpoint), head_names(name)
-    stored_class_count = _stored_class_count(tensor_file, heads)
-    prefix = tensor_file.wrapper_prefix()
-    stored_tensors = {key.removeprefix(prefix): tensor_file.read_tensor(key) for key in tensor_file.shapes()}
+    preprocessing = _stored_preprocessing(timm_name, location, checkpoint)
+    head_layer_names = head_names(timm_name)
+    stored_class_count = _stored_class_count(tensor_file, head_layer_names)
+    wrapper_prefix = tensor_file.wrapper_prefix()
+    stored_tensors = {
+        stored_name.removeprefix(wrapper_prefix): tensor_file.read_tensor(stored_name)
+        for stored_name in tensor_file.shapes()
+    }
     timm_overlay = {"state_dict": stored_tensors, "num_classes": stored_class_count}
+    # Keep timm from using the published file's loader, and from removing its background class
     timm_overlay |= {"custom_load": False, "label_offset": 0} | preprocessing
     options |= {"pretrained_cfg_overlay": timm_overlay, "num_classes": stored_class_count}
     try:
-        model: Any = timm.create_model(name, pretrained=True, **options)
+        model: Any = timm.create_model(timm_name, pretrained=True, **options)
     except RuntimeError as error:
         if "loading state_dict" not in str(error):
             raise
+        # After a heading, torch lists each kind of mismatch in one line. Keep the first line's first tensor
         _, first_mismatch, *_ = str(error).splitlines()
         first_mismatch = re.sub('", ".*', '"', first_mismatch.strip()).rstrip(".")
         recipe = checkpoint.manifest.get("recipe") if checkpoint else None
         stored_model = f" ({recipe['model']})" if isinstance(recipe, dict) and "model" in recipe else ""
         raise ValueError(
-            f"--weights {weight_file} does not match --model {name}: {first_mismatch}."
+            f"--weights {weight_file} does not match --model {timm_name}: {first_mismatch}."
             f" Set --model to the architecture of the weights{stored_model}."
         ) from None
     del model.pretrained_cfg["state_dict"]  # free the weights, because timm would keep a reference
-    weight_notes = [f"the prefix {prefix} is removed from all tensor names"] if prefix else []
+    weight_notes = []
+    if wrapper_prefix:
+        weight_notes.append(f"the prefix {wrapper_prefix} is removed from all tensor names")
     weight_notes += _resampling_notes(model, stored_tensors)
     stored_classes = checkpoint.manifest.get("classes") if checkpoint else stored_class_names(weight_file)
     stored_row_by_class = None  # row index in the stored head for each class
-    if names and stored_classes and len(stored_classes) == stored_class_count:
-        class_match = match_classes(stored_classes, names)
+    if class_names and stored_classes and len(stored_classes) == stored_class_count:
+        class_match = match_classes(stored_classes, class_names)
         if not class_match.is_identity:
             stored_row_by_class = class_match.labels
-            kept_classes = plural(len(class_match.known_classes), "class")
-            new_classes = plural(len(class_match.unknown_classes), "class")
+            kept_count_text = plural(len(class_match.known_classes), "class")
+            new_count_text = plural(len(class_match.unknown_classes), "class")
             weight_notes.append(
-                f"the head keeps the rows for {kept_classes} with known names and adds rows for {new_classes}"
+                f"the head keeps the rows for {kept_count_text} with known names"
+                f" and adds rows for {new_count_text}"
             )
-    elif stored_class_count != classes:
-        stored_row_by_class = np.full(classes, NEW_CLASS)
+    elif stored_class_count != class_count:
+        stored_row_by_class = np.full(class_count, NEW_CLASS)
         weight_notes.append(
-            f"a new head for {classes:,} classes replaces the file's head for {stored_class_count:,} classes"
+            f"a new head for {class_count:,} classes"
+            f" replaces the file's head for {stored_class_count:,} classes"
         )
-    elif names:
+    elif class_names:
         weight_notes.append(
             "the file contains no class names, so the head's rows are assumed to be in the data's class order"
         )
     if stored_row_by_class is not None:
-        _replace_head(model, heads, stored_row_by_class)
+        _replace_head(model, head_layer_names, stored_row_by_class)
     if rank() == 0:
         log.info("; ".join([f"--weights: {shortest(weight_file)}", *weight_notes]))
     return model
 
 
 @torch.no_grad()
-def _replace_head(model: Any, heads: Sequence[str], stored_row_by_class: np.ndarray) -> None:
+def _replace_head(model: Any, head_layer_names: Sequence[str], stored_row_by_class: np.ndarray) -> None:
     """Replace the model's head with a new head that keeps some rows of the current head.
 
     Args:
         model: The timm model.
-        heads: Names of the head's layers.
+        head_layer_names: Names of the layers that compute the logits.
         stored_row_by_class: Row index in the current head for each class, or NEW_CLASS for a new row
             (int64 [classes]).
     """
     from timm.models.vision_transformer import init_weights_vit_timm
 
-    keeps_rows = stored_row_by_class.max() != NEW_CLASS
-    stored_heads = [dict(model.get_submodule(head).named_parameters()) for head in heads if keeps_rows]
+    stored_heads: list[dict[str, nn.Parameter]] = []  # stays empty if the new head keeps no rows
+    if stored_row_by_class.max() != NEW_CLASS:
+        stored_heads = [dict(model.get_submodule(name).named_parameters()) for name in head_layer_names]
     model.reset_classifier(len(stored_row_by_class))
-    for head in heads:
-        model.get_submodule(head).apply(init_weights_vit_timm)
+    for layer_name in head_layer_names:
+        model.get_submodule(layer_name).apply(init_weights_vit_timm)
     known_classes = torch.from_numpy(np.flatnonzero(stored_row_by_class != NEW_CLASS))
     known_rows = torch.from_numpy(stored_row_by_class)[known_classes]
-    for head, stored_parameters in zip(heads, stored_heads, strict=False):
-        for parameter_name, parameter in model.get_submodule(head).named_parameters():
+    for layer_name, stored_parameters in zip(head_layer_names, stored_heads, strict=False):
+        for parameter_name, parameter in model.get_submodule(layer_name).named_parameters():
             parameter[known_classes] = stored_parameters[parameter_name][known_rows]
 
 
 def _resampling_notes(model: nn.Module, stored_tensors: dict[str, torch.Tensor]) -> list[str]:
     """Return a note that lists the tensors resampled by timm, for example position embeddings."""
     resampled_names = [
-        name
-        for name, tensor in model.state_dict().items()
-        if "embed" in name and name in stored_tensors and stored_tensors[name].shape != tensor.shape
+        tensor_name
+        for tensor_name, tensor in model.state_dict().items()
+        if "embed" in tensor_name  # timm resamples only embeddings
+        and tensor_name in stored_tensors
+        and stored_tensors[tensor_name].shape != tensor.shape
     ]
     resampling_note = f"timm resamples {', '.join(resampled_names)} to match this model's size"
     return [resampling_note] if resampled_names else []
 
 
-def own_image_size(name: str, location: str | None) -> int:
-    """Return the image size from the weights' config.json, or from timm's configuration."""
+def own_image_size(timm_name: str, location: str | None) -> int:
+    """Return the image size for which a timm model's weights were trained.
+
+    Args:
+        timm_name: timm model name, whose configuration is the default.
+        location: Folder with weights. If it contains a config.json, that file's image size is used.
+    """
     published = read_published(Path(location)) if location else None
-    return published.image_size if published else registered_config(name).input_size[-1]
+    return published.image_size if published else registered_config(timm_name).input_size[-1]
 
 
 def _stored_preprocessing(model_name: str, location: Path, checkpoint: Checkpoint | None) -> dict[str, Any]:
@@ -566,7 +584,7 @@ def _stored_preprocessing(model_name: str, location: Path, checkpoint: Checkpoin
     """
     if checkpoint:
         preprocessing = checkpoint.manifest.get("preprocessing", {})
-        if preprocessing.get("interpolation") == LEGACY:
+        if preprocessing.get("interpolation") == LEGACY:  # not an interpolation that timm supports
             return {setting_name: preprocessing[setting_name] for setting_name in ("mean", "std")}
         return preprocessing
     published = read_published(location)
@@ -579,21 +597,3 @@ def _stored_preprocessing(model_name: str, location: Path, checkpoint: Checkpoin
             f" but --model is {model_name}. Use --model {published.architecture}."
         )
     return published.preprocessing_settings
-
-
-def _open_weights(weight_file: Path) -> TensorFile:
-    try:
-        return TensorFile(weight_file)
-    except ValueError:
-        if not weight_file.is_file():
-            raise
-        with open(weight_file, "rb") as binary_file:
-            first_bytes = binary_file.read(max(map(len, PICKLE_PREFIXES)))
-        if not first_bytes.startswith(PICKLE_PREFIXES):
-            raise
-        safetensors_file = weight_file.with_suffix(".safetensors")
-        conversion_command = ["python", "-c", PICKLE_CONVERSION_CODE, str(weight_file), str(safetensors_file)]
-        raise ValueError(
-            f"{weight_file} is a pickle file, which can execute code when it is loaded. Convert the file to"
-            f" safetensors in an isolated environment such as a container: {shlex.join(conversion_command)}"
-        ) from None

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 MAX_KERNEL_TOKENS = 256  # maximum number of tokens per image that the kernel supports
 MAX_KERNEL_HEAD_SIZE = 64  # maximum number of channels per head that the kernel supports
+KERNEL_HEAD_SIZE_STEP = 8  # the kernel supports head sizes that are multiples of this number
 MAX_RELATIVE_ERROR = 0.02  # maximum error relative to the result's norm; rounding to bf16 causes about 0.003
 HALF_DTYPES = (torch.bfloat16, torch.float16)  # dtypes that the kernel supports
 # With 197 tokens on an H200, cuDNN took 0.456 ms and flash attention took 0.615 ms.
@@ -46,18 +47,20 @@ class Attention:
     chosen by use_kernel() call the kernel, which needs no stack operation.
     """
 
+    # Submodules that forward() uses
     CHILD_NAMES = ("qkv", "q_norm", "k_norm", "attn_drop", "proj", "proj_drop")
     tokens = 0  # number of tokens per image in training, or 0 if unknown
     kernel_tokens = 0  # maximum number of tokens for which training uses the kernel
     prefers_cudnn = False  # True if torch tries cuDNN's attention first in training
 
     def forward(self: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Compute self-attention, [B, N, C] -> [B, N, C], with our kernel if the layer uses it."""
         batch_size, token_count, _ = x.shape
         qkv = self.qkv(x).reshape(batch_size, token_count, 3, self.num_heads, -1)
         is_masked = attn_mask is not None or is_causal
         uses_kernel = self.training and token_count <= self.kernel_tokens and not is_masked
         if uses_kernel and qkv.dtype in HALF_DTYPES:
-            x = _kernel_attention(qkv)
+            x = _kernel_attention(qkv)  # [B, N, heads, C / heads]
         else:
             q, k, v = (tensor.transpose(1, 2) for tensor in qkv.unbind(2))  # [B, heads, N, C / heads]
             q, k = self.q_norm(q), self.k_norm(k)
@@ -68,18 +71,23 @@ class Attention:
         return self.proj_drop(self.proj(x.flatten(2)))
 
     def backends(self: Any, token_count: int) -> AbstractContextManager[Any]:
-        """Return a context manager that sets the order in which torch tries its attention kernels."""
+        """Return a context manager that makes torch try cuDNN's attention first in training.
+
+        For layers that do not prefer cuDNN, and for few tokens, it changes nothing.
+        """
         if self.training and self.prefers_cudnn and token_count >= CUDNN_MIN_TOKENS:
             return sdpa_kernel(CUDNN_FIRST_BACKENDS, set_priority=True)
         return nullcontext()
 
     def head_size(self: Any) -> int:
+        """Return the number of channels per head."""
         return self.qkv.out_features // 3 // self.num_heads
 
     def fits_kernel(self: Any) -> bool:
+        """Return True if the kernel supports the layer's number of tokens, head size and options."""
         head_size = self.head_size()
-        has_suitable_head = head_size <= MAX_KERNEL_HEAD_SIZE and head_size % 8 == 0
-        has_suitable_length = 0 < self.tokens <= MAX_KERNEL_TOKENS
+        has_suitable_head = head_size <= MAX_KERNEL_HEAD_SIZE and head_size % KERNEL_HEAD_SIZE_STEP == 0
+        has_suitable_length = 0 < self.tokens <= MAX_KERNEL_TOKENS  # 0 if unknown
         has_qk_norm = not (isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity))
         return has_suitable_length and has_suitable_head and not has_qk_norm and self.attn_drop.p == 0
 
@@ -98,7 +106,7 @@ def has_kernel(device: torch.device, mixed_precision: str) -> bool:
 
 
 def use_kernel(model: nn.Module) -> bool:
-    """Make suitable attention layers use the kernel in training, and return False if there are none."""
+    """Make suitable attention layers use the kernel in training, and return False if none is suitable."""
     kernel_layers = _layers_for_kernel(model)
     if kernel_layers:
         import onecurve.models.attention_kernels  # noqa: F401  # registers the operator and imports Triton
@@ -121,7 +129,7 @@ def kernel_failure(model: nn.Module, device: torch.device, dtype: torch.dtype) -
     layer_shapes = {(layer.tokens, layer.num_heads, layer.head_size()) for layer in kernel_layers}
     if not layer_shapes or type(torch.empty(0)) is not Tensor:
         return None  # nothing to check
-    import onecurve.models.attention_kernels  # noqa: F401
+    import onecurve.models.attention_kernels  # noqa: F401  # registers the operator and imports Triton
 
     for token_count, head_count, head_size in sorted(layer_shapes):
         qkv_shape = (2, token_count, 3, head_count, head_size)  # a batch of two samples
@@ -135,7 +143,7 @@ def kernel_failure(model: nn.Module, device: torch.device, dtype: torch.dtype) -
         for kernel_tensor, expected_tensor in zip(kernel_tensors, expected_tensors, strict=True):
             error_norm = (kernel_tensor.float() - expected_tensor.float()).norm()
             relative_error = (error_norm / expected_tensor.float().norm()).item()
-            if not relative_error < MAX_RELATIVE_ERROR:
+            if not relative_error < MAX_RELATIVE_ERROR:  # `not` also detects NaN
                 return f"the relative error for {token_count} tokens is {relative_error:.1e}"
     return ""  # the kernel works
 
@@ -145,6 +153,7 @@ def _layers_for_kernel(model: nn.Module) -> list[Any]:
 
 
 def _kernel_attention(qkv: Tensor) -> Tensor:
+    """Compute attention with the Triton kernel, [B, N, 3, H, D] -> [B, N, H, D]."""
     output, _ = torch.ops.onecurve.short_attention(qkv)
     return output
 
@@ -152,7 +161,10 @@ def _kernel_attention(qkv: Tensor) -> Tensor:
 def _output_and_gradient(
     attention_function: Callable[[Tensor], Tensor], qkv: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return a function's output, and the gradient of half the sum of the squared outputs."""
+    """Return an attention function's output, and a gradient for qkv, for the comparison of two functions.
+
+    The gradient belongs to half the sum of the squared outputs, whose gradient is the output itself.
+    """
     qkv = qkv.clone().requires_grad_()
     attention_output = attention_function(qkv)
     attention_output.backward(attention_output.detach())

@@ -78,11 +78,17 @@ def _forward(
     qkv, out, logs, TOKENS: tl.constexpr, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the attention output for QUERIES tokens of a head per program, in tiles of KEYS keys."""
+    """Compute the attention output for QUERIES tokens of a head per program, in tiles of KEYS keys.
+
+    Each program writes its rows of `out`. With several tiles, it also writes `logs`, the base-2 logarithms of
+    the softmax denominators, which the backward kernel reads.
+    """
     BLOCKS: tl.constexpr = (TOKENS + QUERIES - 1) // QUERIES
     CHANNELS: tl.constexpr = HEADS * HEAD_SIZE
+    # flat_head is the head's index in the batch
     flat_head, first_query = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * QUERIES
     sample, head = (flat_head // HEADS).to(tl.int64), flat_head % HEADS
+    # Pointer to the head's first query. Its first key is CHANNELS elements later, and its value 2 * CHANNELS
     qkv_head = qkv + sample * (TOKENS * 3 * CHANNELS) + head * HEAD_SIZE
     query_offsets, query_mask = _tile_offsets(first_query, 3 * CHANNELS, TOKENS, HEAD_SIZE, QUERIES, PADDED)
     q = tl.load(qkv_head + query_offsets, query_mask, 0.0)
@@ -93,7 +99,7 @@ def _forward(
         scores = _scores(q, k, 0, TOKENS, KEYS, SCALE)
         p = tl.exp2(scores - tl.max(scores, 1)[:, None])
         weighted_sum, denominator = tl.dot(p.to(v.dtype), v), tl.sum(p, 1)
-    else:
+    else:  # online softmax, which rescales the sums of earlier tiles if the maximum score grows
         running_max = tl.full([QUERIES], float("-inf"), tl.float32)
         weighted_sum = tl.zeros([QUERIES, PADDED], tl.float32)
         denominator = tl.zeros([QUERIES], tl.float32)
@@ -103,6 +109,7 @@ def _forward(
             v = tl.load(qkv_head + 2 * CHANNELS + key_offsets, key_mask, 0.0)
             scores = _scores(q, k, first_key, TOKENS, KEYS, SCALE)
             previous_max, running_max = running_max, tl.maximum(running_max, tl.max(scores, 1))
+            # p is the tile's softmax numerators, relative to the new maximum
             p, rescaling = tl.exp2(scores - running_max[:, None]), tl.exp2(previous_max - running_max)
             weighted_sum = tl.dot(p.to(v.dtype), v, weighted_sum * rescaling[:, None])
             denominator = denominator * rescaling + tl.sum(p, 1)
@@ -119,7 +126,11 @@ def _backward(
     HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of one head per program (QUERIES >= TOKENS). Padding rows have zero gradients."""
+    """Compute the gradients of one head per program (QUERIES >= TOKENS). Padding rows have zero gradients.
+
+    The variables follow FlashAttention: p is the softmax, and dX is the gradient of X. mean_dp is the mean of
+    dp weighted by p, which the gradient of a softmax subtracts.
+    """
     CHANNELS: tl.constexpr = HEADS * HEAD_SIZE
     sample, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
     out_offsets, out_mask = _tile_offsets(0, CHANNELS, TOKENS, HEAD_SIZE, QUERIES, PADDED)
@@ -128,7 +139,9 @@ def _backward(
     if KEYS < TOKENS:  # several tiles of keys
         query = tl.arange(0, QUERIES)
         log_denominator = tl.load(logs + tl.program_id(0) * TOKENS + query, query < TOKENS, 0.0)
+        # The product of do and out equals the sum of p * dp over all keys, without a pass over the tiles
         mean_dp = tl.sum(do.to(tl.float32) * tl.load(out + out_offsets, out_mask, 0.0).to(tl.float32), 1)
+    # Offset of the head's first query. Its first key is CHANNELS elements later, and its value 2 * CHANNELS
     head_start = sample * (TOKENS * 3 * CHANNELS) + head * HEAD_SIZE
     query_offsets, query_mask = _tile_offsets(0, 3 * CHANNELS, TOKENS, HEAD_SIZE, QUERIES, PADDED)
     q = tl.load(qkv + head_start + query_offsets, query_mask, 0.0)
@@ -179,6 +192,7 @@ def short_attention_backward(qkv: Tensor, out: Tensor, logs: Tensor, out_gradien
 
 
 def _empty_outputs(qkv: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocate short_attention()'s two results: the attention output and the softmax logarithms."""
     sample_count, token_count, _, head_count, head_size = qkv.shape
     logs_shape = (sample_count, head_count, token_count) if token_count > MAX_WHOLE_TOKENS else (0,)
     out = qkv.new_empty(sample_count, token_count, head_count, head_size)
@@ -189,7 +203,7 @@ def _launch_settings(qkv: Tensor, tiles: Tiles) -> tuple[tuple[int], dict[str, A
     """Return the launch grid (number of programs), and the kernel's constants and number of warps."""
     sample_count, token_count, _, head_count, head_size = qkv.shape
     padded_token_count = _padded_length(token_count)
-    if token_count <= MAX_WHOLE_TOKENS:
+    if token_count <= MAX_WHOLE_TOKENS:  # one tile contains the whole head
         tiles = Tiles(padded_token_count, padded_token_count, WHOLE_WARPS)
     queries_per_program = tiles.queries or padded_token_count
     program_count = sample_count * head_count * triton.cdiv(token_count, queries_per_program)
@@ -209,25 +223,31 @@ register_fake(short_attention_backward, lambda qkv, *_: qkv.new_empty(qkv.shape)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
+    """Save the tensors that short_attention_backward() needs. The softmax logarithms have no gradient."""
     (qkv,), (out, logs) = inputs, output
     ctx.mark_non_differentiable(logs)
     ctx.save_for_backward(qkv, out, logs)
 
 
-def _differentiate(ctx: Any, out_gradient: Tensor, _: Tensor | None) -> Tensor:
+def _qkv_gradient(ctx: Any, out_gradient: Tensor, _: Tensor | None) -> Tensor:
+    """Return the gradient of qkv. The third argument belongs to the logarithms, which have no gradient."""
     return short_attention_backward(*ctx.saved_tensors, out_gradient)
 
 
-register_autograd(short_attention, _differentiate, setup_context=_save_for_backward)
+register_autograd(short_attention, _qkv_gradient, setup_context=_save_for_backward)
 
 
 @register_flop_formula(torch.ops.onecurve.short_attention)
 def _forward_flops(qkv_shape: Any, **_: Any) -> int:
+    """Return the FLOPs of two matrix products per head, with two FLOPs per multiply-add."""
     sample_count, token_count, _, head_count, head_size = qkv_shape
     return 4 * sample_count * head_count * token_count**2 * head_size
 
 
 @register_flop_formula(torch.ops.onecurve.short_attention_backward)
 def _backward_flops(qkv_shape: Any, *_: Any, **__: Any) -> int:
-    # FLOP formula of torch's attention, whose backward pass also recomputes the scores
+    """Return the FLOPs of five matrix products per head instead of the forward pass's two.
+
+    torch's FLOP formula for attention is the same, because its backward pass also recomputes the scores.
+    """
     return 5 * _forward_flops(qkv_shape) // 2

@@ -11,24 +11,24 @@ CROP_MODES = ("center", "squash", "border")  # crop modes of timm, described in 
 class Crop(NamedTuple):
     """Resizing and cropping of images, with timm's parameters.
 
-    crop_mode: `center` scales the shorter side to size / crop_pct and crops the center. `squash` scales both
-        sides to size / crop_pct. `border` scales the longer side to size / crop_pct and pads the shorter side
-        with `fill`.
+    The crop mode `center` scales the shorter side to size / crop_pct and crops the center. `squash` scales
+    both sides to size / crop_pct. `border` scales the longer side to size / crop_pct and pads the shorter
+    side with `fill`.
     """
 
     interpolation: str = LEGACY
-    crop_pct: float = 0.875
+    crop_pct: float = 0.875  # fraction of the scaled side length that the crop keeps
     crop_mode: str = "center"
-    fill: tuple[int, ...] = (0, 0, 0)
+    fill: tuple[int, ...] = (0, 0, 0)  # padding color, RGB in [0, 255]
 
     @property
     def filter(self) -> str:
-        """Interpolation used for crops."""
+        """Interpolation used for resizing crops on the CPU."""
         return "bilinear" if self.interpolation == LEGACY else self.interpolation
 
     @property
     def enlargement(self) -> str | None:
-        """Interpolation that to_float() uses for whole images on the device."""
+        """Interpolation that to_float() uses for whole images on the device. None selects its default."""
         return None if self.interpolation == LEGACY else self.interpolation
 
     def scaled(self, size: int) -> int:
@@ -71,9 +71,10 @@ def data_config(config_record: dict[str, Any], recipe: Any = None) -> DataConfig
     """
     recipe_flags = vars(recipe) if recipe else {}
     flag_values = {flag: recipe_flags[flag] for flag in CROP_FLAGS if recipe_flags.get(flag) is not None}
+    # With --interpolation legacy, the record's crop is ignored, as in versions without per-model crops
     is_legacy = flag_values.get("interpolation") == LEGACY
-    model_crop_values = IMAGENET_CROP_VALUES if is_legacy else IMAGENET_CROP_VALUES | config_record
-    crop_values = model_crop_values | flag_values
+    default_crop_values = IMAGENET_CROP_VALUES if is_legacy else IMAGENET_CROP_VALUES | config_record
+    crop_values = default_crop_values | flag_values
     interpolation, crop_pct, crop_mode = (crop_values[flag_name] for flag_name in CROP_FLAGS)
     if interpolation not in (*INTERPOLATIONS, LEGACY) or crop_mode not in CROP_MODES:
         raise ValueError(
@@ -81,6 +82,8 @@ def data_config(config_record: dict[str, Any], recipe: Any = None) -> DataConfig
             " and at least one of them is not supported."
             " Use --interpolation bicubic and --crop_mode center."
         )
-    mean, std = tuple(map(float, config_record["mean"])), tuple(map(float, config_record["std"]))
+    mean = tuple(map(float, config_record["mean"]))
+    std = tuple(map(float, config_record["std"]))
+    # Padding with the mean color becomes approximately zero when the pixels are normalised
     fill = tuple(round(255 * channel_mean) for channel_mean in mean)
     return DataConfig(mean, std, Crop(interpolation, float(crop_pct), crop_mode, fill))

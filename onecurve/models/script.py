@@ -54,7 +54,10 @@ def project_script(script_name: str | None) -> Path:
 
 
 def load_script(script_path: Path) -> ModuleType:
-    """Import a train script as a module without running its main()."""
+    """Import a train script as a module without running its main().
+
+    The import runs the script's top-level code and registers the module in sys.modules.
+    """
     module_spec = importlib.util.spec_from_file_location(script_path.stem, script_path)
     assert module_spec is not None
     assert module_spec.loader is not None
@@ -71,16 +74,18 @@ def model_section(script_text: str) -> str | None:
     return section_match[1].strip() if section_match else None
 
 
-def names_from_above(section: str) -> list[str]:
-    """Return the names used in a Model section but defined neither there nor in model.py.
+def undefined_names(section: str) -> list[str]:
+    """Return the names that a Model section uses but that neither the section nor model.py defines.
 
     The section is compiled but not run. Annotations are ignored, because model.py does not evaluate them.
     """
-    used_names, defined_names = set[str](), {*dir(builtins), *IMPORTED_MODEL_NAMES}
+    used_names = set[str]()
+    defined_names = {*dir(builtins), *IMPORTED_MODEL_NAMES}
     module_code = f"from __future__ import annotations\n{section}"
     code_objects: list[Any] = [compile(module_code, "model.py", "exec")]
     while code_objects:
         code_object = code_objects.pop()
+        # Functions and classes are constants of the code object that contains them
         code_objects += [const for const in code_object.co_consts if isinstance(const, types.CodeType)]
         for instruction in dis.get_instructions(code_object):
             if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -142,6 +147,7 @@ def normalisation(script: ModuleType, model: nn.Module) -> tuple[tuple[float, ..
 
 
 def main() -> None:
+    """Print a summary of a train script's model and data as JSON, for doctor.py."""
     del sys.argv[0]  # so that error messages show the script's name
     script = load_script(Path(sys.argv[0]))
     recipe = without_training_flags(recipe_of(script, sys.argv[1:]))
@@ -158,7 +164,14 @@ def main() -> None:
 
 
 def count_training_images(data_name: str) -> int | None:
-    """Return the number of training images, or None if counting them would take long."""
+    """Return the number of training images, or None if counting them would take long.
+
+    The count comes from the footers of Parquet tables, from the files in a train/ folder, or from
+    TRAINING_IMAGE_COUNTS.
+
+    Args:
+        data_name: Folder, or name of a data set.
+    """
     data_folder = Path(data_name)
     if table_files := sorted(data_folder.rglob("train-*.parquet")):
         import pyarrow.parquet
@@ -166,6 +179,7 @@ def count_training_images(data_name: str) -> int | None:
         return sum(pyarrow.parquet.ParquetFile(table_file).metadata.num_rows for table_file in table_files)
     train_files = filter(Path.is_file, (data_folder / "train").rglob("*"))
     image_count = sum(train_file.suffix not in TABLE_SUFFIXES for train_file in train_files)
+    # Without image files, the name may refer to a known data set
     return image_count or TRAINING_IMAGE_COUNTS.get(data_name)
 
 

@@ -33,7 +33,11 @@ def data_config_of(model: nn.Module, recipe: Any = None) -> DataConfig:
 
 
 def registered_config(model_name: str) -> Any:
-    """Return timm's configuration for named weights, or raise ValueError for an unknown name or tag."""
+    """Return timm's configuration for a model name with an optional weight tag, `<architecture>.<tag>`.
+
+    Raises:
+        ValueError: If timm does not know the architecture or the tag.
+    """
     import timm
 
     if not timm.is_model(model_name):
@@ -77,14 +81,17 @@ def fitting(model_name: str, size: int, **options: Any) -> dict[str, Any]:
 
 
 def _accepted_sizes_near(requested_size: int, model_name: str, model_options: dict[str, Any]) -> list[int]:
-    """Return which of the default size and the multiples of SIZE_STEP near `requested_size` are accepted."""
+    """Return the image sizes that a model accepts near a requested size that it does not accept.
+
+    The function tries the model's default size and the nearest multiples of SIZE_STEP.
+    """
     *_, default_size = registered_config(model_name).input_size
 
-    def distance(candidate_size: int) -> tuple[int, int]:
+    def distance_and_size(candidate_size: int) -> tuple[int, int]:
         return abs(candidate_size - requested_size), candidate_size
 
     possible_sizes = range(SIZE_STEP, 2 * max(requested_size, default_size), SIZE_STEP)
-    nearest_sizes = sorted(possible_sizes, key=distance)[:TRIED_SIZE_COUNT]
+    nearest_sizes = sorted(possible_sizes, key=distance_and_size)[:TRIED_SIZE_COUNT]
     accepted_sizes = []
     for candidate_size in sorted({default_size, *nearest_sizes}):
         _, accepts_image_size = _try_options(model_name, candidate_size, model_options)
@@ -113,8 +120,8 @@ def _try_options(model_name: str, size: int, model_options: dict[str, Any]) -> t
                 (option for option in model_options if f"'{option}'" in error_message), None
             )
             if rejected_option is None or "unexpected keyword" not in error_message:
-                return model_options, False
-            del model_options[rejected_option]
+                return model_options, False  # a different error, usually about the image size
+            del model_options[rejected_option]  # try again without this option
 
 
 def block_classes(model: Any) -> tuple[str, ...]:
@@ -158,6 +165,10 @@ def block_classes(model: Any) -> tuple[str, ...]:
 
 
 def _blocks_in(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the blocks that a stage or container holds, or the module itself if it is a block.
+
+    A module without submodules is a single layer, so the function yields nothing.
+    """
     inner_blocks = getattr(module, "blocks", None)
     block_container = inner_blocks if isinstance(inner_blocks, nn.Module) else module
     if block_container is inner_blocks or type(module).__module__.startswith("torch."):
@@ -175,17 +186,20 @@ def head_names(model_name: str) -> tuple[str, ...]:
 
 
 def head_layers(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the layers that compute the logits, by default the last linear layer."""
+    """Return the names of the layers that compute the logits.
+
+    timm's configuration names these layers. In other models, the last linear layer computes the logits.
+    """
     if pretrained_cfg := getattr(model, "pretrained_cfg", None):
         return _layer_names(pretrained_cfg.get("classifier"))
-    linear_layers = [
+    linear_layer_names = [
         layer_name for layer_name, module in model.named_modules() if isinstance(module, nn.Linear)
     ]
-    return tuple(linear_layers[-1:])
+    return tuple(linear_layer_names[-1:])
 
 
 def _layer_names(classifier: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return the layer names in timm's classifier configuration."""
+    """Return the layer names in timm's `classifier` setting, which defaults to one layer named `head`."""
     layer_names = classifier or "head"
     return (layer_names,) if isinstance(layer_names, str) else tuple(layer_names)
 
@@ -243,14 +257,18 @@ class PatchConv2d(nn.Conv2d):
 
 
 def speed_up(model: nn.Module, size: int | None = None) -> None:
-    """Replace timm's patch embeddings, attention and DropPath with faster layers. The parameters do not
-    change.
+    """Replace a model's slow timm layers in place: patch embeddings, attention and DropPath.
 
-    size: Edge length of the training images, which determines the number of tokens in attention layers.
+    The parameters keep their names and values.
+
+    Args:
+        model: The model, usually from timm.
+        size: Edge length of the training images, which determines the number of tokens in attention layers.
+            None leaves the numbers of tokens unknown, so that no layer uses the attention kernel.
     """
     import timm.layers
 
-    for module in list(model.modules()):
+    for module in list(model.modules()):  # a list, because the loop replaces modules
         for child_name, child in module.named_children():
             if isinstance(child, timm.layers.DropPath):
                 module.add_module(child_name, DropPath(child.drop_prob))
@@ -263,7 +281,7 @@ def speed_up(model: nn.Module, size: int | None = None) -> None:
 
 
 def _is_plain_attention(attention: nn.Module) -> bool:
-    """Return True if the attention layer has no additional submodules, such as a gate."""
+    """Return True if the attention layer has no submodules that Attention would ignore, such as a gate."""
     children = attention.named_children()
     return all(name in Attention.CHILD_NAMES or isinstance(child, nn.Identity) for name, child in children)
 

@@ -384,7 +384,7 @@ class RunSetup:
 
     def _warn_if_export_would_fail(self) -> None:
         """Warn if export.py would refuse the model because the Model section depends on code outside it."""
-        from onecurve.models.script import MOVE_ADVICE, model_section, names_from_above
+        from onecurve.models.script import MOVE_ADVICE, model_section, undefined_names
 
         script_file = getattr(sys.modules[type(self.recipe).__module__], "__file__", None)
         # In a notebook, `script_file` is None. timm can rebuild a model with a pretrained_cfg from its
@@ -392,7 +392,7 @@ class RunSetup:
         if script_file is None or hasattr(self.training.layout.module, "pretrained_cfg"):
             return
         model_code = model_section(Path(script_file).read_text())
-        outside_names = names_from_above(model_code) if model_code else []
+        outside_names = undefined_names(model_code) if model_code else []
         if outside_names:
             needs = some_of(outside_names)
             log.info(f"warning: export.py will fail, because the Model section needs {needs}. {MOVE_ADVICE}")

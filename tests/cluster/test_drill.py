@@ -21,7 +21,7 @@ REMOVE_ALL = "            for old in steps_in(checkpoints_folder):\n"
 REMOVE_ALL += "                checkpoints.remove_checkpoint(checkpoints_folder / step_name(old))\n"
 BATCH = "    batch = elastic_batch(job)\n"
 WITHOUT_TIMEOUT = "    job = __import__('dataclasses').replace(job, timeout_s=9999)\n"
-FILL = 'return broadcast_from_main(f"{parameter}/{state_name}", shape, dtype)'
+FILL = 'return broadcast_from_main(f"{parameter_name}/{state_name}", shape, dtype)'
 MUTANTS = {
     "kill-rank": [
         ("onecurve/checkpoint/optimizer_state.py", FILL, FILL.replace("broadcast", "0 * broadcast"))
