@@ -41,7 +41,6 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from onecurve.checkpoint.weights import TrainedModel, load_everywhere, load_weights, open_script
-from onecurve.data.class_names import ClassMatch, match_classes
 from onecurve.data.images import Images, load
 from onecurve.data.names import without_names
 from onecurve.data.splits import Split
@@ -51,6 +50,7 @@ from onecurve.distributed.process import run_process
 from onecurve.distributed.strategy import device_name, precision, strategy
 from onecurve.distributed.watch import Preempted, watch
 from onecurve.flags.recipe import Batch, ImageRecipe, parse, recipe_part, setting
+from onecurve.models.class_names import ClassMatch, match_classes
 from onecurve.models.preprocessing import DataConfig
 from onecurve.run.evaluation import evaluated_count, evaluated_ids, predict_batches
 from onecurve.system.cli import underscores

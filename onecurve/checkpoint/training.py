@@ -20,8 +20,8 @@ from onecurve.checkpoint.format import Checkpoint, TensorFile
 from onecurve.checkpoint.gather import PieceGatherer
 from onecurve.checkpoint.optimizer_state import OptimizerState
 from onecurve.checkpoint.snapshot import Snapshot, Specs
-from onecurve.data.class_names import MAX_SHOWN_CLASSES, ClassMatch, match_classes
 from onecurve.distributed.strategy_layouts import layout_of
+from onecurve.models.class_names import MAX_SHOWN_CLASSES, ClassMatch, match_classes
 from onecurve.system.text import some_of
 from onecurve.upstream import deepspeed_, torch_
 

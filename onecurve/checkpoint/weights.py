@@ -42,9 +42,9 @@ from onecurve.checkpoint.published import (
     read_published,
     stored_class_names,
 )
-from onecurve.data.class_names import NEW_CLASS, match_classes
 from onecurve.distributed.agreement import once
 from onecurve.flags.recipe import ImageRecipe, parse
+from onecurve.models.class_names import NEW_CLASS, match_classes
 from onecurve.models.preprocessing import LEGACY
 from onecurve.models.script import as_flags, load_script, project_script, recipe_class
 from onecurve.models.timm_models import head_names, registered_config

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from onecurve.data.class_names import refuse_duplicates
 from onecurve.data.conversions import ImageStats, conversion_warnings, sample_images
 from onecurve.data.decode import detect_simplejpeg
 from onecurve.data.encoded import (
@@ -37,6 +36,7 @@ from onecurve.data.equal import DuplicateImages
 from onecurve.data.sources import Source, find_source
 from onecurve.data.splits import hold_out, part_ids_path
 from onecurve.flags.recipe import ImageRecipe
+from onecurve.models.class_names import refuse_duplicates
 from onecurve.system.files import discard, read_json, retried, sha256_of, sync, try_lock, ulimit_hint
 from onecurve.system.output import log
 from onecurve.system.processes import allowed_cores

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from onecurve.checkpoint.weights import TrainedModel, find_model, load_weights, open_script
 from onecurve.data.cache import prepare_cache
-from onecurve.data.class_names import match_classes
 from onecurve.data.images import open_images
 from onecurve.data.sources import BUILT_IN_DATA
 from onecurve.flags.recipe import ImageRecipe, recipe_part
+from onecurve.models.class_names import match_classes
 from onecurve.models.preprocessing import DataConfig
 from onecurve.models.script import MOVE_ADVICE, load_script, model_section
 from onecurve.numerics.augment import to_float

@@ -14,8 +14,8 @@ from typing import Any
 
 from onecurve.checkpoint import format as checkpoints
 from onecurve.checkpoint.format import OPTIMIZER_FILE, STATE_FILE, step_name
-from onecurve.data.class_names import match_classes
 from onecurve.flags.recipe import METRICS
+from onecurve.models.class_names import match_classes
 from onecurve.run.evaluation import MAX_CONFUSION_CLASSES
 from onecurve.system.files import read_json
 from onecurve.system.text import plural, some_of

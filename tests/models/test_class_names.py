@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from onecurve.data.class_names import NEW_CLASS, match_classes
+from onecurve.models.class_names import NEW_CLASS, match_classes
 
 NUMBERS = tuple(map(str, range(12)))
 AS_TEXT = tuple(sorted(NUMBERS))  # Class names in lexicographic order, as for class folders
