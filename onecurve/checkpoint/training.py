@@ -21,12 +21,11 @@ from onecurve.checkpoint.gather import PieceGatherer
 from onecurve.checkpoint.optimizer_state import OptimizerState
 from onecurve.checkpoint.snapshot import Snapshot, Specs
 from onecurve.distributed.strategy_layouts import layout_of
-from onecurve.models.class_names import MAX_SHOWN_CLASSES, ClassMatch, match_classes
-from onecurve.system.text import some_of
-from onecurve.upstream import deepspeed_, torch_
+from onecurve.upstream import torch_
 
 if TYPE_CHECKING:
     from onecurve.distributed.ema import EMA
+    from onecurve.models.class_names import ClassMatch
 
 
 class TrainingState:
@@ -198,7 +197,7 @@ class TrainingState:
         if self.ema:
             TensorFile(checkpoint_folder / checkpoints.EMA_FILE).require_shapes(model_shapes)
 
-    def match(self, checkpoint: Checkpoint) -> ClassMatch:
+    def match(self, checkpoint: Checkpoint) -> "ClassMatch":
         """Match this run's classes, by name, to the head rows of the checkpoint.
 
         The classes may be in a different order.
@@ -206,21 +205,10 @@ class TrainingState:
         Raises:
             ValueError: If the run's class names differ from the checkpoint's.
         """
+        from onecurve.models.class_names import match_resumed_classes  # only a run with class names needs it
+
         saved_classes = checkpoint.manifest.get("classes") if self.classes else ()
-        class_match = match_classes(saved_classes or self.classes, self.classes)
-        if not class_match.is_permutation:
-            differing_classes = {"new": class_match.unknown_classes, "missing": class_match.absent}
-            class_differences = "; ".join(
-                f"{class_status}: {some_of(class_names, MAX_SHOWN_CLASSES)}"
-                for class_status, class_names in differing_classes.items()
-                if class_names
-            )
-            raise ValueError(
-                f"{checkpoint.folder} was trained on different classes ({class_differences})."
-                " A resumed run can't change its classes."
-                " To start a new run with the head rows of known classes, use train_vit.py --weights."
-            )
-        return class_match
+        return match_resumed_classes(saved_classes or self.classes, self.classes, str(checkpoint.folder))
 
     def row_orders(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
         """Map each head parameter's name to the checkpoint's row index for each class.
@@ -230,8 +218,8 @@ class TrainingState:
         Raises:
             ValueError: If the class names differ, or the model has no head that can be reordered.
         """
-        class_match = self.match(checkpoint)
-        if class_match.is_identity:
+        class_match = self.match(checkpoint) if self.classes else None
+        if class_match is None or class_match.is_identity:
             return {}
         from onecurve.models.timm_models import head_layers  # imported only if the class order differs
 
@@ -334,7 +322,7 @@ class TrainingState:
 
         Without fp16, the result is None.
         """
-        zero_scale = deepspeed_.zero_loss_scale(self.layout.optimizer)
+        zero_scale = self.layout.loss_scale()
         grad_scaler = self.accelerator.scaler
         if zero_scale is None and grad_scaler is None:
             return None
@@ -352,8 +340,8 @@ class TrainingState:
         if saved_scale is None:
             return
         loss_scale, steps_since_overflow = saved_scale["scale"], int(saved_scale["good_steps"])
-        if deepspeed_.zero_loss_scale(self.layout.optimizer):
-            deepspeed_.set_zero_loss_scale(self.layout.optimizer, loss_scale, steps_since_overflow)
+        if self.layout.loss_scale():
+            self.layout.set_loss_scale(loss_scale, steps_since_overflow)
         elif self.accelerator.scaler is not None:
             torch_.set_loss_scale(self.accelerator.scaler, loss_scale, steps_since_overflow)
 

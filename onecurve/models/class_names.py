@@ -109,6 +109,30 @@ class ClassMatch:
         )
 
 
+def match_resumed_classes(
+    saved_classes: Sequence[str], run_classes: Sequence[str], checkpoint_name: str
+) -> ClassMatch:
+    """Match a resumed run's classes to the checkpoint's. The classes may be in a different order.
+
+    Raises:
+        ValueError: If the class names differ.
+    """
+    class_match = match_classes(saved_classes, run_classes)
+    if class_match.is_permutation:
+        return class_match
+    differing_classes = {"new": class_match.unknown_classes, "missing": class_match.absent}
+    class_differences = "; ".join(
+        f"{class_status}: {some_of(class_names, MAX_SHOWN_CLASSES)}"
+        for class_status, class_names in differing_classes.items()
+        if class_names
+    )
+    raise ValueError(
+        f"{checkpoint_name} was trained on different classes ({class_differences})."
+        " A resumed run can't change its classes."
+        " To start a new run with the head rows of known classes, use train_vit.py --weights."
+    )
+
+
 def match_classes(model_classes: Sequence[ClassNames] | None, data_classes: Sequence[str]) -> ClassMatch:
     """Map a data set's classes to a model's classes by name.
 
