@@ -38,7 +38,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from onecurve.checkpoint.weights import TrainedModel, load_everywhere, load_weights, open_script
+from onecurve.checkpoint.weights import TrainedModel, load_everywhere, load_weights
 from onecurve.data.conversions import ImageStats, conversion_warnings, image_stats
 from onecurve.distributed.agreement import agree
 from onecurve.distributed.precision import autocast_forward
@@ -49,6 +49,7 @@ from onecurve.system.files import write_bytes, write_csv, write_text
 from onecurve.system.text import plural, printable
 from tools.inference.inference import (
     InferenceSettings,
+    open_script,
     preprocessing_of,
     record_head_inputs,
     without_local_rank,

@@ -40,7 +40,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from onecurve.checkpoint.weights import TrainedModel, load_everywhere, load_weights, open_script
+from onecurve.checkpoint.weights import TrainedModel, load_everywhere, load_weights
 from onecurve.data.images import Images, load
 from onecurve.data.names import without_names
 from onecurve.data.splits import Split
@@ -59,6 +59,7 @@ from tools.inference import report as reports
 from tools.inference.inference import (
     InferenceSettings,
     evaluated_split,
+    open_script,
     pixels_of,
     preprocessing_of,
     without_local_rank,

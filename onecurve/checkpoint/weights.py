@@ -43,10 +43,8 @@ from onecurve.checkpoint.published import (
     stored_class_names,
 )
 from onecurve.distributed.agreement import once
-from onecurve.flags.recipe import ImageRecipe, parse
 from onecurve.models.class_names import NEW_CLASS, match_classes
 from onecurve.models.preprocessing import LEGACY
-from onecurve.models.script import as_flags, load_script, project_script, recipe_class
 from onecurve.models.timm_models import head_names, registered_config
 from onecurve.system.env import check_hub_or_go_offline, rank
 from onecurve.system.files import read_json
@@ -256,39 +254,6 @@ def _add_published_metadata(trained: TrainedModel, published: PublishedModel) ->
         published=published.class_count,
         note=published.second_size_note(),
     )
-
-
-def open_script(
-    trained: TrainedModel, script_file: str | None, flag_words: list[str]
-) -> tuple[ModuleType, ImageRecipe, Path]:
-    """Return the train script's module, the model's recipe as changed by the flags, and the script's file.
-
-    Loading the script runs its top-level code, but not its main().
-
-    Args:
-        trained: The trained model.
-        script_file: The script's file. The default is the project's script named in the manifest.
-        flag_words: Command-line flags that change the recipe.
-
-    Raises:
-        ValueError: If the script does not train an image classifier.
-    """
-    if script_file and not Path(script_file).is_file():
-        raise ValueError(f"--script {script_file} does not exist")
-    try:
-        script_path = Path(script_file) if script_file else project_script(trained.script)
-        script_module = load_script(script_path)
-        recipe_type = recipe_class(script_module)
-        if not issubclass(recipe_type, ImageRecipe):
-            raise ValueError(
-                f"{script_module.__name__} does not train an image classifier."
-                " Set --script to a script that trains an image classifier."
-            )
-        trained_flags = as_flags(trained.recipe or {}, recipe_type)
-        recipe = parse(recipe_type, flag_words, trained_flags).resolved()
-        return script_module, recipe, script_path
-    except ValueError as error:
-        raise ValueError(f"{trained.name}: {error}") from None
 
 
 def load_trained(model: nn.Module, weight_file: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from jinja2 import Template
 from torch import Tensor, nn
 
-from onecurve.checkpoint.weights import TrainedModel, find_model, load_weights, open_script
+from onecurve.checkpoint.weights import TrainedModel, find_model, load_weights
 from onecurve.data.cache import prepare_cache
 from onecurve.data.images import open_images
 from onecurve.data.sources import BUILT_IN_DATA
@@ -22,7 +22,7 @@ from onecurve.models.class_names import match_classes
 from onecurve.models.preprocessing import DataConfig
 from onecurve.models.script import MOVE_ADVICE, load_script, model_section
 from onecurve.numerics.augment import to_float
-from tools.inference.inference import evaluated_split, pixels_of, preprocessing_of
+from tools.inference.inference import evaluated_split, open_script, pixels_of, preprocessing_of
 
 WEIGHTS_FILE, CONFIG_FILE, CODE_FILE = "model.safetensors", "config.json", "model.py"
 MODEL_PY_TEMPLATE = Template(Path(__file__).with_name("model.py.j2").read_text(), keep_trailing_newline=True)

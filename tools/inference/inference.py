@@ -19,9 +19,9 @@ from onecurve.data.splits import ArraySplit, CroppedSplit, Split
 from onecurve.distributed.accelerator import start
 from onecurve.distributed.agreement import once
 from onecurve.distributed.watch import watch
-from onecurve.flags.recipe import Batch, ImageRecipe, Job, is_hub_name, setting, timm_name
+from onecurve.flags.recipe import Batch, ImageRecipe, Job, is_hub_name, parse, setting, timm_name
 from onecurve.models.preprocessing import Crop, DataConfig, data_config
-from onecurve.models.script import normalisation
+from onecurve.models.script import as_flags, load_script, normalisation, project_script, recipe_class
 from onecurve.models.timm_models import data_config_of
 from onecurve.system.env import world_size
 from onecurve.system.threads import Heartbeat, run_with_heartbeat
@@ -125,6 +125,39 @@ class InferenceSettings:
         once(accelerator, "report", partial(run_with_heartbeat, report), self.timeout_s)
         watch.begin_exit()
         accelerator.wait_for_everyone()  # under deepspeed, rank 0 hosts the store and must end last
+
+
+def open_script(
+    trained: TrainedModel, script_file: str | None, flag_words: list[str]
+) -> tuple[ModuleType, ImageRecipe, Path]:
+    """Return the train script's module, the model's recipe as changed by the flags, and the script's file.
+
+    Loading the script runs its top-level code, but not its main().
+
+    Args:
+        trained: The trained model.
+        script_file: The script's file. The default is the project's script named in the manifest.
+        flag_words: Command-line flags that change the recipe.
+
+    Raises:
+        ValueError: If the script does not train an image classifier.
+    """
+    if script_file and not Path(script_file).is_file():
+        raise ValueError(f"--script {script_file} does not exist")
+    try:
+        script_path = Path(script_file) if script_file else project_script(trained.script)
+        script_module = load_script(script_path)
+        recipe_type = recipe_class(script_module)
+        if not issubclass(recipe_type, ImageRecipe):
+            raise ValueError(
+                f"{script_module.__name__} does not train an image classifier."
+                " Set --script to a script that trains an image classifier."
+            )
+        trained_flags = as_flags(trained.recipe or {}, recipe_type)
+        recipe = parse(recipe_type, flag_words, trained_flags).resolved()
+        return script_module, recipe, script_path
+    except ValueError as error:
+        raise ValueError(f"{trained.name}: {error}") from None
 
 
 def preprocessing_of(
