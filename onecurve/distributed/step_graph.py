@@ -75,8 +75,6 @@ def capture_obstacle(accelerator: JobAccelerator) -> str:
         return "FSDP2 with offload runs the optimizer on the CPU"
     if sharding_settings.get("replicas", 1) > 1:
         return "CUDA graphs are not tested with FSDP2's hybrid sharding"
-    if strategy(accelerator) == "fsdp" and not torch_.can_reset_fsdp_state():
-        return f"with FSDP2, torch {torch.__version__} can't continue after a failed capture"
     if accelerator.grad_checkpointing:
         return "--grad_checkpointing reads the random generator's state on the host"
     if precision(accelerator) == "fp16":

@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from types import ModuleType
@@ -235,7 +236,7 @@ def stop_ddp_timing(ddp: Any) -> None:
     Otherwise, DDP records CUDA events in every hundredth step, which is not allowed while a graph is
     captured.
     """
-    ddp._set_ddp_runtime_logging_sample_rate(UNREACHED_STEP)  # time only every UNREACHED_STEP-th step
+    ddp._set_ddp_runtime_logging_sample_rate(UNREACHED_STEP)  # after DDP's first 10 steps
 
 
 def reset_reducer(ddp: Any) -> None:
@@ -246,29 +247,56 @@ def reset_reducer(ddp: Any) -> None:
     ddp.reducer._reset_state()
 
 
-def can_reset_fsdp_state() -> bool:
-    """Return True if FSDP2 models have reset_iter_state(), which reset_fsdp_state() calls.
-
-    torch versions before 2.13 do not provide this method.
-    """
-    from torch.distributed.fsdp import FSDPModule
-
-    return hasattr(FSDPModule, "reset_iter_state")
-
-
 def reset_fsdp_state(model: Any) -> None:
     """Make FSDP2 discard the state that remains after a failed capture.
 
     Otherwise, the next step fails, because no stream can wait for the capture's CUDA events. Waiting is not
     necessary, because a capture does not compute anything.
     """
-    comm_context = model._get_fsdp_state()._comm_ctx
+    root_state = model._get_fsdp_state()
+    param_groups = [
+        group for state in root_state._state_ctx.all_states for group in _fsdp_param_groups(state)
+    ]
+    comm_context = root_state._comm_ctx
     comm_context.all_gather_state = None
-    comm_context.reduce_scatter_states.clear()
-    comm_context._last_post_reduce_events.clear()
-    for submodule in model.modules():
-        is_fsdp_module = hasattr(submodule, "unshard")
-        for param_group in submodule._get_fsdp_state()._fsdp_param_groups if is_fsdp_module else ():
-            param_group._all_gather_result = param_group._post_reduce_event = None
-            param_group._all_reduce_state = param_group._reshard_after_forward_event = None
-    model.reset_iter_state()
+    if hasattr(comm_context, "reduce_scatter_states"):
+        comm_context.reduce_scatter_states.clear()
+    else:  # torch 2.11
+        comm_context.reduce_scatter_state = None
+    if hasattr(comm_context, "_last_post_reduce_events"):  # since torch 2.13
+        comm_context._last_post_reduce_events.clear()
+    for param_group in param_groups:
+        param_group._all_gather_result = param_group._post_reduce_event = None
+        param_group._all_reduce_state = param_group._reshard_after_forward_event = None
+    if hasattr(model, "reset_iter_state"):  # since torch 2.13
+        model.reset_iter_state()
+    else:
+        _reset_fsdp_iteration(root_state, param_groups)
+
+
+def _fsdp_param_groups(fsdp_state: Any) -> Sequence[Any]:
+    """Return the parameter groups of one FSDP2 module. torch 2.11 has at most one group for each module."""
+    if hasattr(fsdp_state, "_fsdp_param_groups"):
+        return fsdp_state._fsdp_param_groups
+    return [fsdp_state._fsdp_param_group] if fsdp_state._fsdp_param_group else []
+
+
+def _reset_fsdp_iteration(root_state: Any, param_groups: Sequence[Any]) -> None:
+    """Shard all parameters, and discard their gradients and the unfinished iteration.
+
+    FSDPModule.reset_iter_state() does the same since torch 2.13.
+    """
+    for fsdp_state in root_state._state_ctx.all_states:
+        fsdp_state._modules_to_run_forward.clear()
+        fsdp_state._training_state = type(fsdp_state._training_state).IDLE
+    for param_group in param_groups:
+        for fsdp_param in param_group.fsdp_params:
+            fsdp_param.sharded_param.grad = fsdp_param.unsharded_accumulated_grad = None
+            if hasattr(fsdp_param, "_unsharded_param"):  # gathered at least once
+                fsdp_param._unsharded_param.grad = None
+        param_group._post_forward_indices.clear()
+        param_group._training_state = type(param_group._training_state).IDLE
+        param_group._to_sharded()
+    root_state._comm_ctx.post_forward_order.clear()
+    root_state._state_ctx.iter_forward_root = None
+    root_state._state_ctx.post_backward_final_callback_queued = False

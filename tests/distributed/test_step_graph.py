@@ -17,7 +17,7 @@ import torch
 from accelerate.utils import DistributedType
 from timm.optim import Lamb, Lookahead, Muon
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from onecurve.distributed import accelerator as accelerators
 from onecurve.distributed import step_graph
@@ -25,7 +25,6 @@ from onecurve.distributed.blocks import Compilation
 from onecurve.distributed.step_graph import WARM_UP_STEPS, StepGraph, chosen_step_graph, make_capturable
 from onecurve.flags.recipe import parse
 from onecurve.numerics.order import reseed
-from onecurve.upstream import torch_
 from tests.conftest import (
     CNN,
     RESNET,
@@ -113,14 +112,8 @@ SCRIPTS = {
 }
 
 
-def skip_without_graphs(strategy: str) -> None:
-    if strategy == "fsdp" and not torch_.can_reset_fsdp_state():
-        pytest.skip("with FSDP2, this version of torch can't continue after a failed capture")
-
-
 @pytest.mark.parametrize(("strategy", "script", "stops", "fails"), SCRIPTS.values(), ids=SCRIPTS)
 def test_a_graph_trains_the_same(strategy, script, stops, fails, tmp_path, cache):
-    skip_without_graphs(strategy)
     words = [*script, *FLAGS, *cache]
     plain, weights, plain_result, _ = train(strategy, words, tmp_path / "plain", *stops)
     graphed = ["-m", "tests.support.recorded_graph", *words, "--step_graph"]
@@ -142,7 +135,6 @@ def test_a_graph_trains_the_same(strategy, script, stops, fails, tmp_path, cache
 @pytest.mark.parametrize("strategy", [full("single"), "ddp", full("fsdp")])
 def test_ranks_train_the_same_and_mutants_are_detected(strategy, tmp_path):
     """Check that losses, evaluations and weights are bitwise identical with and without a recorded step."""
-    skip_without_graphs(strategy)
     mutants = graphed_ranks.MUTANTS | (graphed_ranks.OF_FSDP if strategy == "fsdp" else {})
     if strategy == "single":
         mutants.pop("a rank that replays the graph of the last size")
@@ -285,7 +277,7 @@ def test_the_memory_of_a_failed_capture_is_freed_before_the_plain_step():
         ({"distributed_type": DistributedType.MULTI_GPU, "ddp_handler": Mock(comm_hook="bf16")}, False),
         # These processes communicate over gloo.
         ({"distributed_type": DistributedType.MULTI_GPU, "num_processes": 2}, False),
-        (FSDP, torch_.can_reset_fsdp_state()),
+        (FSDP, True),
         (FSDP | {"state": fsdp(offload=True)}, False),
         (FSDP | {"parallelism_config": HYBRID}, False),
         ({"distributed_type": DistributedType.DEEPSPEED, "state": ZERO}, False),
@@ -309,16 +301,6 @@ def test_where_the_graph_is_the_default_and_where_it_is_refused(changes, fits, c
         if "num_processes" not in changes:  # On a GPU, gloo refuses the flag that a rehearsal accepts
             with pytest.raises(ValueError, match=r"^--step_graph: .*\. Remove --step_graph\.$"):
                 chosen("--step_graph")
-
-
-def test_fsdp2_gets_no_graph_if_torch_cannot_reset_it_after_a_failed_capture(monkeypatch, capsys):
-    monkeypatch.delattr(FSDPModule, "reset_iter_state", raising=False)  # as in torch 2.11
-    accelerator = SimpleNamespace(**DEFAULTS | FSDP | {"device": torch.device("cuda")})
-    assert not chosen_step_graph(accelerator, None)
-    assert re.fullmatch(
-        r"steps run without CUDA graphs: with FSDP2, torch \S+ can't continue after a failed capture\n",
-        capsys.readouterr().out,
-    )
 
 
 MATRIX = torch.zeros(2, 2, requires_grad=True)

@@ -67,7 +67,7 @@ RATE = "device_rate.fill_(group"
 DROP = "graphs.append(micro_batch_graph)"  # Statement that runs between captures
 DROPPED = f"""{DROP}
                     [setattr(p, "grad", None) for group in self.parameter_groups for p in group["params"]]
-                    getattr(self.model, "reset_iter_state", lambda: None)()"""
+                    strategy(self.accelerator) == "fsdp" and torch_.reset_fsdp_state(self.model)"""
 REPLAY = "            self._replay(micro_batch_graph)\n"
 OLD_ON_RANK_1 = """            self.old = getattr(self, "old", micro_batch_graph)
             self._replay(self.old if torch.distributed.get_rank() else micro_batch_graph)
