@@ -164,7 +164,7 @@ class PieceGatherer:
         """Send or receive one message, and wait for it.
 
         Raises:
-            GatherError: If the other rank does not answer.
+            GatherError: If the other rank does not answer, or closes its connection.
         """
         transfer_began_s = time.monotonic()
         try:

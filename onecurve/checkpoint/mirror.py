@@ -77,13 +77,14 @@ class Mirror:
         self.last_upload_failed = False
         threading.Thread(target=self._upload_queued_checkpoints, daemon=True).start()
 
-    def offer(self, step: int, best_step: int | None) -> None:
+    def offer(self, step: int, best: int | None) -> None:
         """Queue the upload of a checkpoint that is committed on the local disk.
 
-        This checkpoint replaces a queued one whose upload has not started.
+        This checkpoint replaces a queued one whose upload has not started. `best` is the step of the best
+        checkpoint.
         """
         with self.upload_condition:
-            self.queued_upload = CheckpointUpload(step, best_step)
+            self.queued_upload = CheckpointUpload(step, best)
             self.upload_condition.notify_all()
 
     def steps_needed_on_disk(self) -> set[int]:
@@ -173,7 +174,7 @@ class Mirror:
                 self.store.upload(checkpoint_file, f"{remote_folder}/{checkpoint_file.name}")
         manifest_key = f"{remote_folder}/{MANIFEST_FILE}"
         manifest_bytes = (local_folder / MANIFEST_FILE).read_bytes()
-        is_new_manifest = self.store.create(manifest_key, manifest_bytes)  # never replaces an object
+        is_new_manifest = self.store.create(manifest_key, manifest_bytes)
         if not is_new_manifest and self.store.read(manifest_key, JSON_LIMIT_BYTES) != manifest_bytes:
             raise StoreError(f"another run has written a checkpoint of step {step:,} to {self.store.url}")
 

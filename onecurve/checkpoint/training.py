@@ -66,7 +66,7 @@ class TrainingState:
     # --- Save
 
     def expected_specs(self) -> dict[str, Specs]:
-        """Return the dtypes and shapes of the tensors that checkpoints will contain, by file name.
+        """Return the dtypes and shapes of the tensors known before the first step, by file name.
 
         Only the main thread may call this method, because that thread may change modules at any time.
         """

@@ -94,7 +94,7 @@ def evaluation_crop(image: np.ndarray, crop_size: int, crop: Crop = IMAGENET_CRO
     elif crop.crop_mode == "squash":
         scaled_height, scaled_width = scaled_side, scaled_side
         image = _skip_extra_pixels(image)
-    else:  # "border" resizes the longer side, and adds borders below
+    else:  # "border" resizes the longer side. The shorter side is padded later
         longer_side = max(image.shape[:2])
         scaled_height, scaled_width = (
             max(1, round(side * scaled_side / longer_side)) for side in image.shape[:2]

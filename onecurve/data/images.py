@@ -100,7 +100,7 @@ class Images:
 def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluation_only: bool = False) -> Images:
     """Load recipe.data on all processes, and check that all processes have the same data.
 
-    Only one process per host prepares the data. The main process prints a summary and warnings.
+    Only one process per host prepares the data. This process prints a summary and warnings.
 
     Args:
         accelerator: Accelerator of this process.

@@ -240,7 +240,7 @@ def _is_all_auto(script_section: Any) -> bool:
     has_other_type = script_section.get("type", "AdamW") not in ("Adam", "AdamW", "WarmupLR", "WarmupDecayLR")
     if not section_parameters or has_other_type:
         return False
-    # Booleans such as `adam_w_mode` select an implementation, not a hyperparameter
+    # Booleans such as `torch_adam` select an implementation, not a hyperparameter
     return all(setting == "auto" or isinstance(setting, bool) for setting in section_parameters)
 
 

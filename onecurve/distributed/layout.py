@@ -1,4 +1,4 @@
-"""Maps each rank's local tensors to whole tensors, for every strategy.
+"""Maps each rank's local tensors to whole tensors. Subclasses adapt the layout to FSDP2 and ZeRO.
 
 The following terms describe a parameter, or optimizer state with the parameter's shape:
 

@@ -522,7 +522,7 @@ def share_out(batch_size: int, per_device: int | None, processes: int, unit: str
                 f" Choose {_nearest_multiples(batch_size, processes)}"
             )
         per_device = batch_size // processes
-    images_per_pass = per_device * processes  # images in one forward pass on each process
+    images_per_pass = per_device * processes  # images in one forward pass on all processes
     if batch_size % images_per_pass:
         raise ValueError(
             f"--batch_size {batch_size} is not a multiple of --per_device_batch_size {per_device}"

@@ -51,7 +51,7 @@ class RunningStatistics:
             # DeepSpeed casts all tensors of the model, but running statistics must be fp32.
             layer.running_mean = initial_mean.to(accelerator.device)
             layer.running_var = initial_var.to(accelerator.device)
-            # Buffers that are not saved, and that each forward pass overwrites
+            # Buffers that are not saved, and that each training pass overwrites
             for buffer_name in ("batch_mean", "batch_var"):
                 layer.register_buffer(buffer_name, torch.zeros_like(layer.running_mean), persistent=False)
 

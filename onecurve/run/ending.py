@@ -99,7 +99,7 @@ def end_failed(
         accelerator: Accelerator of the job.
         recipe: Recipe of the run.
         batch: Division of the batch among processes.
-        session: State of the open run, or None if begin() has not returned.
+        session: State of the open run, or None if the run has not been opened.
 
     Raises:
         BaseException: The error to report, if it is not `error` itself. This error explains `error`, or is
@@ -157,7 +157,7 @@ def explained_error(
 ) -> BaseException:
     """Return a ValueError that explains the cause and remedy of a known error.
 
-    Other errors are returned unchanged. `session` is None if begin() has not returned.
+    Other errors are returned unchanged. `session` is None if the run has not been opened.
     """
     if is_out_of_memory(error):
         return ValueError(out_of_memory_message(accelerator, batch, error))

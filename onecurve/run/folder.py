@@ -328,7 +328,7 @@ def _unfinished_run_names_by_step(runs_folder: Path, recipe: Recipe, last_step: 
 def _is_job_restartable() -> bool:
     """Return True if the launcher may restart the job with a different number of processes.
 
-    The launcher is torchrun with --max_restarts, or launch.py in a later round of an elastic job.
+    The launcher is torchrun with --max_restarts, or launch.py in an elastic job.
     """
     _, current_round = job_round()
     return bool(_max_restarts() or current_round)

@@ -85,7 +85,9 @@ class EndEntries(TypedDict, total=False):
     checkpoint: str | None  # Path of the newest checkpoint, relative to the run folder
     best_checkpoint: str | None  # Path of the best checkpoint, relative to the run folder
     error: str | None  # Error message of a failed run
-    memory_gib: list[dict[str, float]]  # Result of memory_gib() for each rank
+    memory_gib: list[
+        dict[str, float]
+    ]  # Result of memory_gib() for each rank, or for rank 0 of an unfinished run
     wall_s: float  # Duration of all starts, without the time between starts
     spent_s: dict[str, float]  # Seconds in wall_s for each phase
 
@@ -121,7 +123,7 @@ class Result(EndEntries):
     bad_images: int  # Number of skipped images
     train_s: float  # Seconds spent on training steps
     images_per_s: float | None  # Mean training speed of the whole job
-    peak_memory_gib: float  # Highest peak memory of any process
+    peak_memory_gib: float  # Highest peak in memory_gib
     seed: int
 
 
@@ -243,7 +245,7 @@ class TrialRow(TypedDict, total=False):
     outcome: str
     per_device_batch_size: int
     seconds: float  # Duration of the trial
-    memory_gib: float | None  # Highest peak memory of any process
+    memory_gib: float | None  # Highest peak in memory_gib
     images_per_s: float | None
 
 

@@ -242,8 +242,8 @@ class RunSession:
         """Save a checkpoint if one is due after `step` steps.
 
         If the evaluation at this step is the best so far, but no checkpoint is due, a snapshot is held in
-        memory. The snapshot is written --checkpoint_s seconds after the last write. All ranks must
-        call this method.
+        memory. The snapshot is written --checkpoint_s seconds after the last write. All ranks must call this
+        method.
 
         Raises:
             FloatingPointError: If the loss is not finite.

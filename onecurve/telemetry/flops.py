@@ -90,7 +90,6 @@ def utilisation_of_run(
         devices: Device names of all processes, as torch reports them.
         precision: Value of --mixed_precision.
     """
-
     try:
         model_flops_per_image = flops_per_image(build_model, image_size)
     except Exception as error:  # Models may raise many types of errors

@@ -1,7 +1,7 @@
 """Uses private names of DeepSpeed, and replaces some of its behaviour. Written for deepspeed 0.19.8.
 
-onecurve/distributed/layout.py also reads undocumented attributes of ZeRO's optimizers that have no leading
-underscore, such as bit16_groups and fp32_partitioned_groups_flat.
+onecurve/distributed/zero_layout.py also reads undocumented attributes of ZeRO's optimizers that have no
+leading underscore, such as bit16_groups and fp32_partitioned_groups_flat.
 """
 
 import importlib

@@ -390,7 +390,7 @@ def check_hosts(hosts: list[Host], facts_by_host: FactsByHost) -> Iterator[Findi
 
 
 def _find_driver_problem(host_facts: dict[str, Any]) -> str | None:
-    """Return the reason why torch can't use the host's GPUs, or None if it can."""
+    """Return the reason why torch can't use the host's GPUs, or None if no reason is known."""
     return driver_problem(GpuInventory(**host_facts["devices"]), host_facts["torch_cuda"])
 
 

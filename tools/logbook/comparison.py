@@ -141,7 +141,7 @@ def different_images(first_run: RunRecord, other_run: RunRecord) -> str:
 
 
 def _flag_texts(runs: list[RunRecord], flag: str) -> list[str]:
-    """Return a text such as `lr 0.003` for each run, without commas. Shorten paths to the last part."""
+    """Return a text such as `lr 0.003` for each run, with paths shortened to the last part."""
     flag_settings = [run.setting_over_starts(partial(_flag_value, flag)) for run in runs]
     # Commas separate the parts of a run's name.
     value_texts = [flag_setting.replace(", then", " then") for flag_setting in flag_settings]

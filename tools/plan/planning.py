@@ -316,8 +316,8 @@ class Planning:
     def execution(self, strategy: str) -> Execution:
         """Return the measured constants for steps under a strategy.
 
-        The conditions are a copy of capture_obstacle() in step_graph.py, which decides during training
-        whether a step runs as a CUDA graph.
+        The conditions repeat those in step_graph.py that depend on flags only. step_graph.py decides during
+        training whether a step runs as a CUDA graph.
         """
         recipe = self.recipe
         uses_cuda_graph = strategy in ("single", "ddp", "fsdp") and recipe.step_graph is not False

@@ -139,8 +139,8 @@ class Journal:
     def begin_or_resume(self) -> None:
         """Write a new journal, or write an earlier journal again with this start's values.
 
-        In both cases, the current journal keeps finished splits. Files of unfinished splits are removed from
-        the folder. Call this method within `with locked()`, after the data set's classes were read.
+        An earlier journal keeps its finished splits. Files of unfinished splits are removed from the folder.
+        Call this method within `with locked()`, after the data set's classes were read.
 
         Raises:
             ValueError: If the settings or an input of a finished split changed, or if a new folder or prefix

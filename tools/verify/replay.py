@@ -141,7 +141,7 @@ def contradictions(run: RunRecord, checkpoint_steps: list[int]) -> list[str]:
     evaluation_keys = ["best_step", *(f"{prefix}_{name}" for prefix in ("best", "final") for name in METRICS)]
     test_line = next((metrics_line for metrics_line in run.metrics if "test/loss" in metrics_line), {})
     total_steps = run.recipe.get("epochs", 1) * steps_per_epoch
-    # Unless a signal or --patience stopped the run early, the flags determine the number of steps.
+    # Unless the script or --patience ended the run early, the flags determine the number of steps.
     ended_by_flags = (result_values.get("stopped_by") or "--max_steps").startswith("--max_steps")
     expected_results = {
         **{evaluation_key: run.derived_values.get(evaluation_key) for evaluation_key in evaluation_keys},
