@@ -701,10 +701,12 @@ def test_killed_and_started_again(story, killed, ilsvrc, straight, tmp_path):
 
 @pytest.mark.full
 def test_killed_at_any_moment(eager, ilsvrc, straight, tmp_path):
-    words, killed = [*command(ilsvrc), tmp_path / "out"], 0
-    began_s = time.monotonic()
-    assert forked(tmp_path, *command(ilsvrc), tmp_path / "once").wait()[0] == 0
-    took_s = time.monotonic() - began_s
+    words, killed, durations_s = [*command(ilsvrc), tmp_path / "out"], 0, []
+    for name in ("cold", "warm"):  # the first run may take several times as long
+        began_s = time.monotonic()
+        assert forked(tmp_path, *command(ilsvrc), tmp_path / name).wait()[0] == 0
+        durations_s.append(time.monotonic() - began_s)
+    took_s = min(durations_s)
     for part in (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
         job = forked(tmp_path, *words)
         time.sleep(part * took_s)
