@@ -203,6 +203,7 @@ def _read_deepspeed_config(setting_name: str, json_path: str, precision: str | N
             unsupported_entries.append(f"offload_param (requires stage 3, but the stage is {zero_stage})")
     if unsupported_entries:
         offload_device = zero_section.get("offload_optimizer", {}).get("device", "none")
+        # ds_configs/ has no file with offload for stage 1.
         offloads_optimizer = zero_stage != 1 and offload_device != "none"
         equivalent_file = "a ddp_* config"
         if zero_stage in (1, 2, 3):

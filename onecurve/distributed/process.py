@@ -152,7 +152,7 @@ def _ignore_write_errors(output_stream: TextIO) -> TextIO:
         # Unbuffered if Python was started with -u
         raw_output if output_stream.write_through else io.BufferedWriter(raw_output),
         encoding=output_stream.encoding,
-        errors="backslashreplace",
+        errors="backslashreplace",  # printing never fails, whatever the terminal's encoding is
         line_buffering=output_stream.line_buffering,
         write_through=output_stream.write_through,
     )

@@ -324,8 +324,8 @@ class _OtherRanks:
     def report_failure(self, error: BaseException) -> BaseException:
         """Report this rank's error to other ranks, and return its cause, which may be another rank's error.
 
-        Only a job's first failure is reported to launch.py. The first failure's message replaces
-        consequential errors on other ranks, such as a reset connection. Ctrl-C reaches all ranks, and each
+        Only a job's first failure is reported to launch.py. The first failure's message replaces the errors
+        that it causes on other ranks, such as a reset connection. Ctrl-C reaches all ranks, and each
         rank exits independently. Ctrl-C is the cause of another rank's error only if SIGINT was sent to a
         single rank.
         """

@@ -136,6 +136,7 @@ class TrainingMeter:
 
     def __init__(self, accelerator: JobAccelerator, batch: Batch, keeps_ids: bool):
         self.accelerator, self.batch, self.keeps_ids = accelerator, batch, keeps_ids
+        # With float64, the order of additions hardly matters, so any number of ranks logs the same losses
         loss_dtype = torch.float64 if accelerator.deterministic else torch.float32
         # Sum of the losses over the micro-batches of all steps since the last log line
         self.loss_sum = torch.zeros((), device=accelerator.device, dtype=loss_dtype)
@@ -210,7 +211,7 @@ class RunSession:
 
     recipe: Recipe
     steps: Steps  # Steps that remained when this process started
-    state: RunState
+    state: RunState  # Progress and metrics, as saved in state.json
     meter: TrainingMeter
     predictions: Predictions
     saver: Saver

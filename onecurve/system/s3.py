@@ -201,7 +201,8 @@ class ObjectStore:
                     if is_refused or http_status == HTTPStatus.NOT_IMPLEMENTED:
                         self._disable_conditional_writes()
                         break
-                    if http_status != HTTPStatus.CONFLICT:  # a concurrent write, which may still fail
+                    # CONFLICT reports a concurrent write, which may still fail, so the loop tries again.
+                    if http_status != HTTPStatus.CONFLICT:
                         raise
         if self._supports_conditional_writes or self.size_and_etag(key) is not None:
             return False  # another process created the object, or is creating it

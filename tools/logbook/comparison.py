@@ -16,7 +16,7 @@ from tools.logbook import seeds
 from tools.logbook.markdown import code_span, render
 from tools.logbook.run_record import RunRecord, fill_missing, flag_text, host_count
 
-SEARCH_RESULT_NAME = "result of find_batch_size.py"
+SEARCH_RESULT_NAME = "result of find_batch_size.py"  # the file, in error messages
 # Flags whose resolved values are recorded in result.json
 RESOLVED_FLAGS = ("mixed_precision", "per_device_batch_size", "compile", "grad_checkpointing", "step_graph")
 # Maximum throughput spread in an undisturbed run, relative to the median. Measured spreads are at most
