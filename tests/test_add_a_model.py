@@ -77,7 +77,8 @@ def test_documents_and_tests_discover_the_script(project):
 
 
 HOUSE = [
-    f"tests/{name}.py" for name in ["test_house", "test_waits", "test_recipe", "test_messages", "test_readme"]
+    f"tests/{name}.py"
+    for name in ["test_house", "test_waits", "flags/test_recipe", "test_messages", "test_readme"]
 ]
 NEW_FLAG = '    new_flag: float = flag(0.5, "a share", minimum=0)\n'
 NEW_METRIC = '    "surest": Metric("surest", lambda logits, _: logits.softmax(1).amax(1)),\n'

@@ -232,6 +232,15 @@ def max_changed_images(image_count: int, precision: str) -> int:
     return 1 + image_count * MAX_CHANGED_PER_10_000[precision] // 10_000
 
 
+def is_metric_compared(metric_name: str, best_by: str) -> bool:
+    """Return True if a repeated evaluation is compared by this metric.
+
+    Of the metrics by class, only that of --best_by is compared, and only if its maximum change is known.
+    """
+    is_bound_known = metric_name == best_by and metric_name in MAX_CLASS_METRIC_CHANGES
+    return is_bound_known or not METRICS[metric_name].by_class
+
+
 def max_mean_change(metric: str, class_sizes: list[int], changed_images: int) -> float:
     """Return the maximum change of a mean over classes if `changed_images` predictions change.
 
@@ -329,7 +338,7 @@ def _compare_evaluation(
     if metric is None:  # the value is not a metric
         return
     if metric.by_class:
-        if metric is METRICS.get(replay.result_values.get("best_by", "")):
+        if is_metric_compared(metric_name, replay.result_values.get("best_by", "")):
             max_count = max_changed_images(replay.result_values[f"{split}_images"], precision)
             max_change = max_mean_change(metric_name, evaluated_class_sizes(replay, split), max_count)
             if difference > max_change:

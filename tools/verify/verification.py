@@ -470,10 +470,11 @@ class Verification:
         if reasons := dict.fromkeys(reason for outcome in replays for reason in outcome.reasons_not_exact):
             unverified_parts.append(f"bitwise equality ({some_of(list(reasons))})")
 
-            # Of the metrics by class, _compare_evaluation() compares only the metric of --best_by.
-            best_metric = METRICS.get(self.recipe.get("best_by", ""))
+            best_by = self.recipe.get("best_by", "")
             unverified_metrics = [
-                metric.title for metric in METRICS.values() if metric.by_class and metric is not best_metric
+                metric.title
+                for metric_name, metric in METRICS.items()
+                if not replay.is_metric_compared(metric_name, best_by)
             ]
             unverified_parts += ["whether these steps produced the weights", "precision", *unverified_metrics]
         if other_checkpoints := sorted({*self.checkpoint_steps} - compared_checkpoints):
