@@ -134,9 +134,10 @@ class Bucket:
 class ExactSum:
     """Implementation of JobAccelerator.backward and clip_grad_norm_ that replaces DDP's gradient exchange.
 
-    Create this object after prepare(), and pass the plain model to the constructor. backward() divides each
-    loss by the number of micro-batches in a step of the whole job. Dividing first by the number of
-    accumulations and then by the number of processes would round differently.
+    Create this object after prepare(), and pass the plain model to the constructor. A loop that uses
+    Accelerate's own Accelerator must call backward() and clip_grad_norm_() of this object instead.
+    backward() divides each loss by the number of micro-batches in a step of the whole job. Dividing first by
+    the number of accumulations and then by the number of processes would round differently.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module):
