@@ -340,9 +340,8 @@ class TrainingState:
         if saved_scale is None:
             return
         loss_scale, steps_since_overflow = saved_scale["scale"], int(saved_scale["good_steps"])
-        if self.layout.loss_scale():
-            self.layout.set_loss_scale(loss_scale, steps_since_overflow)
-        elif self.accelerator.scaler is not None:
+        self.layout.set_loss_scale(loss_scale, steps_since_overflow)
+        if self.accelerator.scaler is not None:  # always None under ZeRO
             torch_.set_loss_scale(self.accelerator.scaler, loss_scale, steps_since_overflow)
 
 

@@ -313,7 +313,7 @@ def metadata_files(data_folder: Path) -> dict[str, Path]:
     possible_lists = [
         (split, parent / name) for split, parent in folder_by_split.items() for name in METADATA_FILES
     ]
-    # If a folder contains both lists, the later entry replaces the earlier one, so metadata.jsonl is used.
+    # metadata.jsonl is used in a folder with both lists, because the later entry replaces the earlier one.
     list_by_split = {split: list_file for split, list_file in possible_lists if list_file.is_file()}
     return list_by_split if "train" in list_by_split else {}
 

@@ -232,8 +232,7 @@ class ParameterLayout:
         return None
 
     def set_loss_scale(self, loss_scale: float, good_steps: int) -> None:
-        """Set the values that loss_scale() returns. Only ZeRO's layouts support this method."""
-        raise NotImplementedError
+        """Set the values that loss_scale() returns. Without ZeRO, this method has no effect."""
 
     def _set_state(self, state_key: Tensor, state_name: str, state_value: Any) -> None:
         """Set one entry of the optimizer's state."""

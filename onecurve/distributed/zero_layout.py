@@ -33,7 +33,8 @@ class ZeroLayout(ParameterLayout):
         return deepspeed_.zero_loss_scale(self.optimizer)
 
     def set_loss_scale(self, loss_scale: float, good_steps: int) -> None:
-        deepspeed_.set_zero_loss_scale(self.optimizer, loss_scale, good_steps)
+        if self.loss_scale():  # with bf16 or fp32, DeepSpeed does not scale the loss
+            deepspeed_.set_zero_loss_scale(self.optimizer, loss_scale, good_steps)
 
     def _piece_of(self, parameter: Any) -> Piece:
         """Return the fragment of a parameter in this process's flat partition."""

@@ -225,9 +225,9 @@ class Recipe(Job):
         return self.name and re.sub(r"\{(\w+)\}", value_in_folder_name, self.name)
 
     def resolved(self) -> typing.Self:
-        """Return the recipe with defaults from the model's configuration, of which this class has none.
+        """Return the recipe with defaults from the model's configuration.
 
-        A subclass that overrides this method may import timm.
+        This class has no such defaults. A subclass that overrides this method may import timm.
         """
         return self
 

@@ -269,8 +269,8 @@ def candidate_folders(recipe: Recipe, automatic_name: str, last_step: int | None
                 f" starting a new run, add --name {shlex.quote(furthest_run_name)}"
             )
     automatic_folders = map(runs_folder.joinpath, itertools.chain(resumable_names, numbered(automatic_name)))
-    # If the caller asks for a second folder although --output_dir specifies one, a different run has used the
-    # given folder. The second check then raises an error that names the difference.
+    # The caller asks for the folder from --output_dir a second time only if a different run has used it. The
+    # second check then raises an error that names the difference.
     for folder in itertools.repeat(given_folder) if given_folder else automatic_folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -415,7 +415,7 @@ def count_restarts(folder: Path, step: int) -> None:
         previous_restarts = read_json(restarts_file)
         if (previous_restarts["launcher"], previous_restarts["step"]) == (launcher_id, step):
             fruitless_restarts = previous_restarts["fruitless"] + 1
-            # If result.json is missing, read_json() raises an OSError, and the restart counts as fruitless.
+            # Without result.json, read_json() raises an OSError, and the restart counts as fruitless.
             was_asked_to_stop = read_json(folder / "result.json")["status"] == "preempted"
             if was_asked_to_stop:
                 fruitless_restarts -= 1

@@ -356,7 +356,7 @@ class Run:
         meter.check_gradients(step)
         mean_loss = meter.mean_loss(step - state.logged_step)
         elapsed_s = meter.restart_clock()
-        # If this process resumed the run after the last log line, it timed only the steps after `first`.
+        # A process that resumed the run after the last log line has timed only the steps after `first`.
         images_per_s = (step - max(state.logged_step, steps.first)) * self.batch.total / elapsed_s
         session.write_samples()
         state.train_s += elapsed_s

@@ -221,7 +221,7 @@ def image_batches(groups: Iterable[ImageGroup], label_of: LabelFunction) -> Iter
     """Read all images, and yield them in batches. Each batch contains images from only one group.
 
     Args:
-        groups: Image groups, each of which is read completely before the next.
+        groups: Image groups. Each group is read completely before the next one.
         label_of: Function that returns an image's label.
 
     Raises:

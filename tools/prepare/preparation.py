@@ -241,7 +241,7 @@ class Preparation:
         uploaded_bytes = 0
         with ReadingProgress(split, sum(bytes_by_file.values()), "uploaded") as progress:
             for file_name in (*bytes_by_file, names_file_name(split), index_file_name(split)):
-                # If a file does not exist, an earlier start has uploaded and removed the file.
+                # An earlier start has uploaded and removed each file that does not exist.
                 if (self.folder / file_name).exists():
                     store.upload(self.folder / file_name, file_name)
                     (self.folder / file_name).unlink()

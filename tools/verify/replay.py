@@ -235,7 +235,7 @@ def max_changed_images(image_count: int, precision: str) -> int:
 def is_metric_compared(metric_name: str, best_by: str) -> bool:
     """Return True if a repeated evaluation is compared by this metric.
 
-    Of the metrics by class, only that of --best_by is compared, and only if its maximum change is known.
+    A metric by class is compared only if --best_by names it, and its maximum change is known.
     """
     is_bound_known = metric_name == best_by and metric_name in MAX_CLASS_METRIC_CHANGES
     return is_bound_known or not METRICS[metric_name].by_class
@@ -337,12 +337,13 @@ def _compare_evaluation(
     metric = METRICS.get(metric_name)
     if metric is None:  # the value is not a metric
         return
+    if not is_metric_compared(metric_name, replay.result_values.get("best_by", "")):
+        return
     if metric.by_class:
-        if is_metric_compared(metric_name, replay.result_values.get("best_by", "")):
-            max_count = max_changed_images(replay.result_values[f"{split}_images"], precision)
-            max_change = max_mean_change(metric_name, evaluated_class_sizes(replay, split), max_count)
-            if difference > max_change:
-                yield f"{finding}. A repeated evaluation changes the metric by at most {max_change:.4f}"
+        max_count = max_changed_images(replay.result_values[f"{split}_images"], precision)
+        max_change = max_mean_change(metric_name, evaluated_class_sizes(replay, split), max_count)
+        if difference > max_change:
+            yield f"{finding}. A repeated evaluation changes the metric by at most {max_change:.4f}"
     elif metric.is_share:
         image_count = replay.result_values[f"{split}_images"]
         changed_count = round(difference * image_count)
